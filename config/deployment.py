@@ -1,0 +1,57 @@
+"""One deployment file, parsed once into a frozen object: cluster, job and training run, checked across sections."""
+
+from pathlib import Path
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from config import names
+from config.cluster import ClusterConfig
+from config.job import JobConfig
+from training.config import Config, TrainConfig, describe_errors
+
+
+class DeploymentConfig(Config):
+    """Everything one deployment is. No `cluster` section: only manifests and drills, nothing on AWS."""
+
+    name: str = Field(description="the file's name without .yaml")
+    cluster: ClusterConfig | None = None
+    job: JobConfig
+    train: TrainConfig
+
+    @model_validator(mode="after")
+    def _check_across(self) -> "DeploymentConfig":
+        if self.cluster is not None and self.job.instance is None:
+            raise ValueError("job.instance_type is needed when there is a cluster section; name the GPU nodes' type")
+        try:
+            self.train.check_world_size(self.job.world_size)
+        except ValueError as error:
+            raise ValueError(f"train: {error}") from error
+        for field, path in (
+            ("train.data.path", self.train.data.path),
+            ("train.run_directory", self.train.run_directory),
+            ("train.checkpoint.directory", self.train.checkpoint.directory),
+        ):
+            if not Path(path).is_relative_to(names.FSX_MOUNT):
+                raise ValueError(f"{field} {path} must lie under {names.FSX_MOUNT}, the shared volume; move it there")
+        return self
+
+
+def load(path: Path) -> DeploymentConfig:
+    """Parse a deployment file.
+
+    Raises:
+        ValueError: the file is missing, is no YAML mapping, or breaks a rule; one line per problem, with the fix.
+    """
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); see deployments/ for the shipped ones") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path}: must be a mapping with the keys job, train and optionally cluster")
+    try:
+        return DeploymentConfig.model_validate({"name": path.stem, **document})
+    except ValidationError as error:
+        raise ValueError("\n".join(f"{path}: {line}" for line in describe_errors(error).splitlines())) from error

@@ -1,0 +1,86 @@
+"""The `job:` section: the shape of the training job on Kubernetes and how its nodes find each other."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from config.instances import INSTANCE_TYPES, InstanceType
+from training.config import Config, NonNegativeInt, PositiveInt
+
+Port = Annotated[int, Field(ge=1024, le=65535)]
+# A JobSet's longest pod name is <name>-control-0-0-<5 random>, and a pod's host name has 63 characters at most.
+DnsLabel = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
+
+
+class RendezvousConfig(Config):
+    """How launchers meet: `external` has a one-pod nvrx-control own the store, so no worker's loss ends the job."""
+
+    mode: Literal["external"] = "external"
+    port: Port = 29500
+    join_timeout_seconds: PositiveInt = 1800
+    last_call_timeout_seconds: PositiveInt = 15
+    store_connect_wait_seconds: PositiveInt = 1800
+    unhealthy_events_tolerated: NonNegativeInt = 3
+
+
+class JobConfig(Config):
+    """N active nodes + S spares of one instance type; no instance type means CPU pods."""
+
+    name: DnsLabel
+    namespace: DnsLabel = "training"
+    instance_type: str | None = None
+    node_count: PositiveInt
+    spare_count: NonNegativeInt = 0
+    nproc_per_node: PositiveInt | None = None
+    image: str
+    rendezvous: RendezvousConfig = RendezvousConfig()
+
+    @field_validator("instance_type")
+    @classmethod
+    def _known_instance(cls, value: str | None) -> str | None:
+        if value is not None and value not in INSTANCE_TYPES:
+            raise ValueError(f"unknown instance type; known: {', '.join(sorted(INSTANCE_TYPES))}")
+        return value
+
+    @field_validator("image")
+    @classmethod
+    def _pinned_image(cls, value: str) -> str:
+        if "@sha256:" not in value:
+            raise ValueError("an image must be pinned by digest; write REPOSITORY@sha256:DIGEST")
+        return value
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> "JobConfig":
+        if self.instance is None and self.nproc_per_node is None:
+            raise ValueError("nproc_per_node is needed when there is no instance_type; set it (1 for a CPU rank per node)")
+        if self.instance is not None and self.nproc_per_node not in (None, self.instance.gpu_count):
+            raise ValueError(
+                f"nproc_per_node {self.nproc_per_node} differs from the {self.instance.gpu_count} GPUs of "
+                f"{self.instance.name}; leave it out"
+            )
+        return self
+
+    @property
+    def instance(self) -> InstanceType | None:
+        """The instance type's row of the table; None for CPU pods."""
+        return None if self.instance_type is None else INSTANCE_TYPES[self.instance_type]
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Training processes per node: one per GPU, or as configured on CPU."""
+        return self.instance.gpu_count if self.instance else self.nproc_per_node or 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train; spares are not counted."""
+        return self.node_count * self.ranks_per_node
+
+    @property
+    def pod_count(self) -> int:
+        """Worker pods: active and spare."""
+        return self.node_count + self.spare_count
+
+    @property
+    def max_nodes(self) -> int:
+        """Upper end of --nnodes: NVRx subtracts every unhealthy event from it for the life of the store."""
+        return self.pod_count + self.rendezvous.unhealthy_events_tolerated

@@ -1,0 +1,25 @@
+"""Strings and numbers that two sides must agree on: stacks, charts, trainer image and drills.
+
+Exit codes are the trainer's own contract and stand in training/config.py, which imports nothing of ours.
+"""
+
+NAMESPACE = "training"
+
+# Storage: claim, and where the trainer finds things inside its pod.
+FSX_CLAIM = "fsx-training"
+FSX_VOLUME = "fsx-training"
+FSX_MOUNT = "/fsx"
+TRAIN_CONFIG_MOUNT = "/etc/training"
+TRAIN_CONFIG_FILE = "train.json"
+
+# Labels and taints that the node group sets and the charts select.
+GPU_TAINT_KEY = "nvidia.com/gpu"
+GPU_PRESENT_LABEL = "nvidia.com/gpu.present"
+EFA_PRESENT_LABEL = "vpc.amazonaws.com/efa.present"
+NODE_ROLE_LABEL = "node-role"
+NODE_ROLE_GPU = "gpu"
+NODE_ROLE_SYSTEM = "system"
+
+# Extended resources advertised by the device plugins.
+GPU_RESOURCE = "nvidia.com/gpu"
+EFA_RESOURCE = "vpc.amazonaws.com/efa"
