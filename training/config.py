@@ -310,6 +310,15 @@ class TrainConfig(Config):
             if fault.rank >= world_size:
                 raise ValueError(f"fault {fault} names a rank that does not exist; ranks are 0 to {world_size - 1}")
 
+    def identity(self) -> dict[str, Any]:
+        """What makes this run this run, as JSON: a checkpoint is only continued with an equal identity."""
+        fields = ("model", "seed", "total_steps", "seq_len", "global_batch_size", "optimizer", "schedule")
+        return self.model_dump(mode="json", include=set(fields)) | {
+            "tokenizer": self.data.tokenizer,
+            "param_dtype": self.parallelism.param_dtype,
+            "reduce_dtype": self.parallelism.reduce_dtype,
+        }
+
     def gradient_accumulation_steps(self, world_size: int) -> int:
         """Micro-steps per optimizer step at this world size."""
         return self.global_batch_size // (self.micro_batch_size * world_size)

@@ -1,0 +1,50 @@
+# Every command of the README. `make setup` runs by itself when it is needed.
+PYTHON ?= python3
+DEPLOYMENT ?= p5-2node
+OUT ?= runs/demo
+IMAGE ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+FILE := deployments/$(DEPLOYMENT).yaml
+export JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION := 20
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: help setup demo test check synth manifests deploy clean
+
+help:  ## show this
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+
+setup: $(READY)  ## install everything into .venv and node_modules (runs by itself when needed)
+
+$(READY): bootstrap.py requirements.txt requirements-dev.txt training/requirements.txt package.json package-lock.json
+	@$(PYTHON) bootstrap.py
+
+synth: $(READY)  ## CloudFormation templates into cdk.out/, offline, without credentials
+	@PATH="$(CURDIR)/$(BIN):$$PATH" npx --no-install cdk synth --quiet --context deployment=$(DEPLOYMENT)
+	@echo "cdk.out: $$(ls cdk.out/*.template.json | wc -l) templates"
+
+manifests: $(READY)  ## Kubernetes manifests into dist/<deployment>/
+	@$(BIN)/python -m k8s.main --deployment $(FILE) --out dist/$(DEPLOYMENT) $(if $(IMAGE),--image $(IMAGE))
+
+demo: $(READY)  ## synth, manifests, and a drill: training survives an exception and a SIGKILL
+	@echo "== AWS: synthesize $(DEPLOYMENT)" && $(MAKE) --no-print-directory synth
+	@echo "== Kubernetes: manifests of $(DEPLOYMENT)" && $(MAKE) --no-print-directory manifests
+	@echo "== Drill: train on this machine, raise an exception on rank 1, kill rank 0"
+	@$(BIN)/python -m drills run --deployment deployments/local.yaml --out $(OUT) \
+		--fault exception@25:rank1 --fault sigkill@42:rank0
+
+test: $(READY)  ## every test, on CPU, with real processes
+	@$(BIN)/python -m pytest
+
+check: $(READY)  ## lint, types, layers, then the tests
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/basedpyright
+	@$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory test
+
+deploy: $(READY)  ## cdk deploy of every stack (needs AWS credentials; costs money)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" npx --no-install cdk deploy --all --context deployment=$(DEPLOYMENT)
+
+clean:  ## remove what was generated; .venv and node_modules stay
+	@rm -rf cdk.out dist runs

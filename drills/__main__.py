@@ -1,0 +1,53 @@
+"""`python -m drills run ...`: train on a local cluster while faults strike, and report what was lost."""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from config.deployment import load
+from drills.run import DrillError, parse_fault, run_drill
+
+
+def main() -> int:
+    """Parse the command line; returns 0 when the drill passed, 1 when it did not, 2 for a user's mistake."""
+    arguments = _parser().parse_args()
+    # SIGTERM leaves through the same door as Ctrl-C, so that the processes of the drill are ended either way.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        report = run_drill(
+            load(arguments.deployment),
+            faults=tuple(parse_fault(text) for text in arguments.fault),
+            out=arguments.out,
+            port=arguments.port,
+            timeout_seconds=arguments.timeout,
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except DrillError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: every process of the drill has been ended", file=sys.stderr)
+        return 130
+    return 0 if report["passed"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m drills", description="fault drills on this machine")
+    run = parser.add_subparsers(dest="command", required=True).add_parser("run", help="one drill with given faults")
+    run.add_argument("--deployment", type=Path, required=True, help="deployment file, e.g. deployments/local.yaml")
+    run.add_argument("--out", type=Path, required=True, help="folder for report.json, report.html, logs and events")
+    run.add_argument("--fault", action="append", default=[], metavar="KIND@STEP:rankN", help="may be given repeatedly")
+    run.add_argument("--port", type=int, help="rendezvous port (default: a free one)")
+    run.add_argument("--timeout", type=float, default=300, help="seconds after which a run is given up (default 300)")
+    return parser
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""A cluster on one machine: nvrx-control and one ft_launcher per "node", each node an address of its own.
+
+Commands, environment and settings come from `k8s.launcher`, the code that renders the manifests.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from config.deployment import DeploymentConfig
+from k8s import launcher
+from k8s.launcher import Site
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# What a node's processes may inherit from the person's own environment.
+_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
+
+
+@dataclass(frozen=True)
+class NodeExit:
+    """How one node's launcher ended."""
+
+    node: int
+    exit_code: int
+
+
+class LocalCluster:
+    """Runs one job. Use as a context manager: nothing that it started outlives the `with` block."""
+
+    def __init__(self, deployment: DeploymentConfig, *, shared_directory: Path, port: int | None = None) -> None:
+        self._deployment = deployment
+        self._shared = shared_directory
+        self._port = port if port is not None else free_port()
+        self._control: subprocess.Popen[bytes] | None = None
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self.logs = shared_directory / "logs"
+        self.started_t = 0.0
+
+    def site(self, node: int) -> Site:
+        """Node's site: 127.0.0.2 for node 0 and so on, each with the shared directory."""
+        return Site(
+            rendezvous_host="127.0.0.1",
+            rendezvous_port=self._port,
+            local_address=f"127.0.0.{node + 2}",
+            shared_directory=str(self._shared),
+            train_json=str(self._shared / "train.json"),
+        )
+
+    def __enter__(self) -> "LocalCluster":
+        # Orphans of a killed launcher become our children instead of init's, so that they can be found and ended.
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        Path(self.site(0).train_json).write_text(launcher.train_json(self._deployment, self.site(0)))
+        self.started_t = time.time()
+        try:
+            self._control = self._spawn("control", launcher.control_command(self._deployment, self.site(0)), {})
+            for node in range(self._deployment.job.pod_count):
+                self._nodes.append(self._start_node(node))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _start_node(self, node: int) -> subprocess.Popen[bytes]:
+        environment = {**launcher.worker_environment(self._deployment), "GROUP_RANK": str(node), "GLOO_SOCKET_IFNAME": "lo"}
+        return self._spawn(f"node-{node}", launcher.worker_command(self._deployment, self.site(node)), environment)
+
+    def _spawn(self, name: str, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        inherited = {key: os.environ[key] for key in _INHERITED if key in os.environ}
+        scripts = str(Path(sys.executable).parent)
+        inherited["PATH"] = f"{scripts}{os.pathsep}{inherited.get('PATH', os.defpath)}"
+        with (self.logs / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=_REPOSITORY,
+                env={**inherited, **environment},
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+
+    def exited(self) -> list[NodeExit]:
+        """Nodes whose launcher has ended."""
+        return [
+            NodeExit(node, process.returncode)
+            for node, process in enumerate(self._nodes)
+            if process.poll() is not None
+        ]
+
+    def running(self) -> bool:
+        """Whether any node's launcher still runs."""
+        return len(self.exited()) < len(self._nodes)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End every process that this cluster started, and what those started in turn."""
+        for process in _descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for process in _descendants():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+                process.wait(timeout=10)
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def check_port(port: int) -> None:
+    """Raise ValueError when `port` is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError as error:
+            raise ValueError(f"--port {port} is taken ({error.strerror}); choose another or leave --port out") from error
+
+
+def _descendants() -> Iterator[psutil.Process]:
+    return iter(psutil.Process().children(recursive=True))
+
+
+def _end_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,224 @@
+"""One drill: the undisturbed reference, then the same run with faults, then the report that compares them."""
+
+import importlib.metadata
+import platform
+import re
+import shutil
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from config import names
+from config.deployment import DeploymentConfig
+from drills.local_cluster import LocalCluster, check_port
+from drills.report import build_report, summary_lines, write_report
+from training import prepare_data
+from training.config import FaultSpec, describe_errors
+from training.events import read_events
+
+_FAULT = re.compile(r"^(?P<kind>[a-z_]+)@(?P<step>\d+):rank(?P<rank>\d+)$")
+_MARKER = "drill.json"
+_BYTES_PER_PARAMETER = 12  # fp32 parameter and two Adam moments
+_CORPUS_BYTES = 4_000_000
+
+
+class DrillError(RuntimeError):
+    """The drill could not be run to its end; the text says where to look."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that is over: its events and when its first process was started."""
+
+    started_t: float
+    directory: Path
+
+
+def parse_fault(text: str) -> FaultSpec:
+    """Parse KIND@STEP:rankN.
+
+    Raises:
+        ValueError: wrong spelling, unknown kind, or a step below 1.
+    """
+    match = _FAULT.match(text)
+    if match is None:
+        raise ValueError(f"--fault {text}: must be KIND@STEP:rankN, for example sigkill@25:rank0")
+    try:
+        return FaultSpec.model_validate({key: _number(value) for key, value in match.groupdict().items()})
+    except ValidationError as error:
+        raise ValueError(f"--fault {text}: {describe_errors(error).splitlines()[0]}") from error
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def with_faults(deployment: DeploymentConfig, faults: tuple[FaultSpec, ...]) -> DeploymentConfig:
+    """The deployment with these faults in its training run, checked as if they stood in the file."""
+    document = deployment.model_dump(mode="json")
+    document["train"]["faults"] = [fault.model_dump() for fault in faults]
+    try:
+        return DeploymentConfig.model_validate(document)
+    except ValidationError as error:
+        raise ValueError(describe_errors(error).splitlines()[0]) from error
+
+
+def check(deployment: DeploymentConfig, out: Path, port: int | None) -> None:
+    """Raise ValueError for what would end the drill later: GPUs, a full disk, a folder in use, a taken port."""
+    if deployment.job.instance is not None:
+        raise ValueError(
+            f"deployment {deployment.name} needs {deployment.job.instance.name} nodes; a drill runs a deployment "
+            "without job.instance_type, such as deployments/local.yaml"
+        )
+    if port is not None:
+        check_port(port)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / _MARKER).exists():
+        raise ValueError(f"--out {out} holds files that are not a drill's; choose an empty folder")
+    existing = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
+    needed = _needed_bytes(deployment)
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ValueError(
+            f"--out {out}: {free / 1e6:.0f} MB free, the drill needs {needed / 1e6:.0f} MB; free some or choose another disk"
+        )
+
+
+def _needed_bytes(deployment: DeploymentConfig) -> int:
+    checkpoint = deployment.train.model.num_parameters * _BYTES_PER_PARAMETER
+    kept = deployment.train.checkpoint.keep_latest + 2
+    return 2 * kept * checkpoint + 3 * _CORPUS_BYTES + 20_000_000
+
+
+def run_drill(
+    deployment: DeploymentConfig, *, faults: tuple[FaultSpec, ...], out: Path, port: int | None, timeout_seconds: float
+) -> dict:
+    """Run reference and drill, write report.json and report.html, print the summary; returns the report.
+
+    Raises:
+        ValueError: a user's mistake; nothing was written.
+        DrillError: a run failed; its logs stay under `out`.
+    """
+    faulted = with_faults(deployment, faults)
+    check(deployment, out, port)
+    _make_out(out)
+    _say("corpus: the Python standard library's source files, as bytes")
+    _prepare_corpus(deployment, out)
+    reference = _run("reference", deployment, out=out, port=port, timeout_seconds=timeout_seconds)
+    run = _run("run", faulted, out=out, port=port, timeout_seconds=timeout_seconds)
+    report, analyses = build_report(
+        run_events=read_events(run.directory),
+        run_job_start=run.started_t,
+        reference_events=read_events(reference.directory),
+        reference_job_start=reference.started_t,
+        faults=faults,
+        deployment_name=deployment.name,
+        config=faulted.model_dump(mode="json"),
+        versions=_versions(),
+    )
+    write_report(out, report, *analyses)
+    for line in summary_lines(report):
+        print(line)
+    print(f"report: {out / 'report.html'}")
+    return report
+
+
+def _make_out(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for leftover in ("run", "reference", "report.json", "report.html"):
+            path = out / leftover
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        (out / _MARKER).write_text("{}\n")
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be written ({error.strerror}); choose a folder that you own") from error
+
+
+def _prepare_corpus(deployment: DeploymentConfig, out: Path) -> None:
+    prepare_data.prepare(
+        Path(sysconfig.get_paths()["stdlib"]),
+        "*.py",
+        out / deployment.train.data.path.removeprefix(f"{names.FSX_MOUNT}/"),
+        tokenizer="bytes",
+        max_bytes=_CORPUS_BYTES,
+        exclude=("site-packages", "test", "tests", "__pycache__"),
+    )
+
+
+def _run(label: str, deployment: DeploymentConfig, *, out: Path, port: int | None, timeout_seconds: float) -> Finished:
+    shared = out / label
+    shared.mkdir()
+    (shared / "data").symlink_to(Path("..") / "data")
+    _say(f"{label}: {deployment.job.pod_count} nodes x {deployment.job.ranks_per_node} rank, logs in {shared / 'logs'}")
+    directory = shared / deployment.train.run_directory.removeprefix(f"{names.FSX_MOUNT}/")
+    with LocalCluster(deployment, shared_directory=shared.absolute(), port=port) as cluster:
+        _watch(cluster, directory, label=label, deployment=deployment, timeout_seconds=timeout_seconds)
+        failed = [exit_ for exit_ in cluster.exited() if exit_.exit_code != 0]
+    if failed:
+        raise DrillError(
+            f"{label}: node {failed[0].node}'s launcher ended with exit code {failed[0].exit_code}; "
+            f"see {cluster.logs}/node-{failed[0].node}.log{_hint(cluster.logs)}"
+        )
+    return Finished(cluster.started_t, directory)
+
+
+def _hint(logs: Path) -> str:
+    text = "".join(path.read_text(errors="replace") for path in logs.glob("*.log"))
+    return " (the disk is full: free some space or choose another --out)" if "No space left on device" in text else ""
+
+
+def _watch(
+    cluster: LocalCluster, directory: Path, *, label: str, deployment: DeploymentConfig, timeout_seconds: float
+) -> None:
+    """Show what happens until every node's launcher has ended, or raise DrillError after `timeout_seconds`."""
+    deadline = time.monotonic() + timeout_seconds
+    shown = 0
+    while cluster.running():
+        if time.monotonic() > deadline:
+            raise DrillError(f"{label}: not done after {timeout_seconds:g} s; see {cluster.logs}")
+        time.sleep(0.5)
+        events = read_events(directory)
+        for event in events[shown:]:
+            line = _describe(event, deployment)
+            if line:
+                _say(f"  {event['t'] - cluster.started_t:6.1f} s  {line}")
+        shown = len(events)
+
+
+def _describe(event: dict, deployment: DeploymentConfig) -> str | None:
+    match event["event"]:
+        case "process_start":
+            return f"rank {event['rank']}: process {event['pid']} started" + (
+                f" (in-job restart {event['cycle']})" if event["cycle"] else ""
+            )
+        case "enter" if event["iteration"]:
+            return f"rank {event['rank']}: in-process restart {event['iteration']}"
+        case "restored" if event["rank"] == 0:
+            return f"training from step {event['step']}" if event["step"] else "training from the start"
+        case "fault":
+            return f"rank {event['rank']}: FAULT {event['kind']} in step {event['step']}"
+        case "step" if event["rank"] == 0 and event["step"] % deployment.train.checkpoint.interval_steps == 0:
+            return f"step {event['step']}/{deployment.train.total_steps}  loss {event['loss']:.4f}"
+        case "checkpoint_committed":
+            return f"checkpoint of step {event['step']} committed"
+        case "complete" if event["rank"] == 0:
+            return f"complete at step {event['step']}"
+    return None
+
+
+def _versions() -> dict[str, str]:
+    packages = ("torch", "nvidia-resiliency-ext", "numpy", "pydantic")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{package: importlib.metadata.version(package) for package in packages},
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

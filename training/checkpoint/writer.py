@@ -1,0 +1,136 @@
+"""NVRx's background checkpoint writer, kept alive across in-process restarts and never outliving its trainer."""
+
+import ctypes
+import multiprocessing
+import signal
+import time
+from dataclasses import dataclass, field
+from multiprocessing.managers import SyncManager
+from pathlib import Path
+from typing import Any
+
+from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
+from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import save_state_dict_async_plan
+
+_PR_SET_PDEATHSIG = 1
+
+
+class CheckpointWriterError(RuntimeError):
+    """The background writer died; this save is lost, training may go on after a restart."""
+
+
+@dataclass
+class PendingSave:
+    """One save on its way to storage, as this rank sees it. `results` is set once this rank's files are written."""
+
+    storage_writer: FileSystemWriterAsync
+    metadata: Any
+    collective: Any
+    results: Any = field(default=None)
+
+    def collect(self) -> None:
+        """Take this rank's write results; called by NVRx's queue when the worker has written the files."""
+        self.results = self.storage_writer.retrieve_write_results()
+
+
+class BackgroundWriter:
+    """Owns the worker process and the results queue; at most one save is in flight.
+
+    The tensors are staged into shared host memory (`use_cpu_shm_for_gpu_tensors`) on GPU hosts too: handing GPU
+    memory to another process needs pidfd_getfd, which an unprivileged pod is refused (pytorch #165685). The staging
+    buffers are allocated once (`use_cached_data_structure`): a copy into warm pages is several times faster.
+    """
+
+    def __init__(self, *, rank: int) -> None:
+        self._rank = rank
+        self._pending: PendingSave | None = None
+        self._start()
+
+    def _start(self) -> None:
+        # NVRx makes its results queue on first use; made here instead so that its manager process dies with us.
+        self._manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        self._manager.start(initializer=_die_with_parent)
+        filesystem_async._results_queue = self._manager.Queue()
+        # A warm worker: the first save costs what the tenth does. Its first task ties its life to ours, for the
+        # queue that it reads never closes when the trainer is killed.
+        AsyncCallsQueue.warmup_persistent_caller(self._rank, cpu_shm_mode=True)
+        self._queue = AsyncCallsQueue(cpu_shm_mode=True)
+        self._queue.schedule_async_request(AsyncRequest(_die_with_parent, (), []))
+
+    def schedule(self, state: dict[str, Any], path: Path) -> PendingSave:
+        """Stage `state` and start writing it under `path`; returns once it may be modified again.
+
+        Collective: every rank plans together. The caller must have seen the previous save end.
+        """
+        assert self._pending is None, "a save is in flight"
+        self.check_alive()
+        storage_writer = FileSystemWriterAsync(
+            path, thread_count=1, use_cpu_shm_for_gpu_tensors=True, use_cached_data_structure=True
+        )
+        storage_writer, metadata, collective = save_state_dict_async_plan(state, storage_writer)
+        write, preload, arguments = storage_writer.get_save_function_and_args()
+        assert write is not None, "every rank has at least its own random state to write"
+        pending = PendingSave(storage_writer, metadata, collective)
+        self._queue.schedule_async_request(
+            AsyncRequest(write, tuple(arguments), [pending.collect], preload_fn=preload)
+        )
+        self._pending = pending
+        return pending
+
+    def poll(self) -> None:
+        """Notice, without waiting, that this rank's files are written.
+
+        Raises:
+            CheckpointWriterError: the worker died before it finished.
+        """
+        self._queue.maybe_finalize_async_calls(blocking=False, no_dist=True)
+        if self._pending is not None and self._pending.results is None:
+            self.check_alive()
+
+    def forget(self) -> None:
+        """The save in flight has been committed or given up."""
+        self._pending = None
+
+    def check_alive(self) -> None:
+        """Raise CheckpointWriterError when the worker process is gone; NVRx itself would wait for ever."""
+        process = self._queue._get_async_caller().process
+        if process is None or not process.is_alive():
+            raise CheckpointWriterError("the background checkpoint writer died")
+
+    def recover(self, *, patience_seconds: float = 30.0) -> None:
+        """Make ready for a new attempt after an in-process restart: let a save in flight end and drop its result.
+
+        The worker is kept, since starting one costs seconds. One that is dead or does not end in time is replaced,
+        with its results queue: a result left in there would be taken for the next save's (trainer.md, pitfall 1).
+        """
+        deadline = time.monotonic() + patience_seconds
+        try:
+            while self._queue.get_num_unfinalized_calls():
+                self.poll()
+                if time.monotonic() > deadline:
+                    raise CheckpointWriterError("the background checkpoint writer is stuck")
+                time.sleep(0.01)
+            self.check_alive()
+        except CheckpointWriterError:
+            self._replace()
+        self.forget()
+
+    def _replace(self) -> None:
+        self._queue.close(abort=True)
+        self._manager.shutdown()
+        self._start()
+
+    def close(self) -> None:
+        """End the worker and the results queue. Call when no save is in flight."""
+        self._queue.close(abort=True)
+        self._manager.shutdown()
+        filesystem_async._results_queue = None
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it dies, however that happens."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+

@@ -1,0 +1,100 @@
+"""Entry point of one rank, started by ft_launcher: `python -m training.train --config train.json`.
+
+Reads the environment that the launcher sets, connects the stores, and enters the training function inside the
+in-process restart layer. Heavy imports wait until the settings have been read.
+"""
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+
+from training.config import EXIT_BAD_CONFIG, TrainConfig, load_train_json
+from training.events import EventLog
+
+NVRX_VERSION = "0.7.0"
+
+
+def main() -> int:
+    """Run this rank; returns the process's exit code."""
+    parser = argparse.ArgumentParser(description="train one rank; started by ft_launcher")
+    parser.add_argument("--config", type=Path, required=True, help="train.json")
+    arguments = parser.parse_args()
+    world_size = int(os.environ["WORLD_SIZE"])
+    try:
+        config = load_train_json(arguments.config)
+        config.check_world_size(world_size)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    rank, cycle = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    events = EventLog(Path(config.run_directory), rank=rank, cycle=cycle)
+    events.write("process_start", created_t=psutil.Process().create_time(), world_size=world_size)
+    return _train(config, events, rank=rank, world_size=world_size, cycle=cycle)
+
+
+def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int, cycle: int) -> int:
+    import nvidia_resiliency_ext
+    import torch
+
+    from training.resilience import RankMonitor, wrap_in_process
+    from training.trainer import Process, RestoreRefusedError, explain, run_attempt
+
+    if nvidia_resiliency_ext.__version__ != NVRX_VERSION:
+        print(f"error: nvidia-resiliency-ext {NVRX_VERSION} is needed, not {nvidia_resiliency_ext.__version__}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    device = _choose_device(torch)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(host, port, world_size, is_master=rank == 0, wait_for_workers=False)
+    restart_port = _agree_on_port(store, rank)
+    process = Process(
+        rank=rank,
+        world_size=world_size,
+        cycle=cycle,
+        device=device,
+        store=store,
+        events=events,
+        monitor=RankMonitor(enabled="FT_RANK_MONITOR_IPC_SOCKET" in os.environ),
+    )
+    train = wrap_in_process(
+        lambda call_wrapper: run_attempt(config, process, call_wrapper),
+        restarts=config.restarts,
+        events=events,
+        world_size=world_size,
+        device=device,
+        store_host=host,
+        store_port=restart_port,
+        other_store_ports=frozenset({port}),
+    )
+    try:
+        train()
+    finally:
+        if process.writer is not None:
+            process.writer.close()
+    return 0
+
+
+def _choose_device(torch):  # noqa: ANN001, ANN202  torch is imported late
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _agree_on_port(store, rank: int) -> int:  # noqa: ANN001
+    """A port on rank 0's host for the restart layer's own store: free when asked for, told to all over `store`."""
+    if rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            store.set("in_process_port", str(probe.getsockname()[1]))
+    return int(store.get("in_process_port"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
