@@ -53,7 +53,10 @@ def check_node():
     """Stop unless Node and npm are there and new enough."""
     for tool in ("node", "npm"):
         if shutil.which(tool) is None:
-            stop("%s is not on PATH: the CDK CLI needs Node 20 or newer with npm; install it and run make setup again" % tool)
+            stop(
+                "%s is not on PATH: the CDK CLI needs Node 20 or newer with npm; install it and run make setup again"
+                % tool
+            )
     version = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout.strip()
     if int(version.lstrip("v").split(".")[0]) < 20:
         stop("Node %s is too old: the CDK CLI needs Node 20 or newer; update it and run make setup again" % version)

@@ -52,7 +52,9 @@ class JobConfig(Config):
     @model_validator(mode="after")
     def _check_ranks(self) -> "JobConfig":
         if self.instance is None and self.nproc_per_node is None:
-            raise ValueError("nproc_per_node is needed when there is no instance_type; set it (1 for a CPU rank per node)")
+            raise ValueError(
+                "nproc_per_node is needed when there is no instance_type; set it (1 for a CPU rank per node)"
+            )
         if self.instance is not None and self.nproc_per_node not in (None, self.instance.gpu_count):
             raise ValueError(
                 f"nproc_per_node {self.nproc_per_node} differs from the {self.instance.gpu_count} GPUs of "

@@ -4,7 +4,7 @@ Commands, environment and settings come from `k8s.launcher`, the code that rende
 """
 
 import contextlib
-import ctypes
+import functools
 import os
 import signal
 import socket
@@ -21,10 +21,9 @@ import psutil
 from config.deployment import DeploymentConfig
 from k8s import launcher
 from k8s.launcher import Site
+from training.lifetime import adopt_orphans, die_with_parent
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 # What a node's processes may inherit from the person's own environment.
 _INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
 
@@ -61,7 +60,7 @@ class LocalCluster:
 
     def __enter__(self) -> "LocalCluster":
         # Orphans of a killed launcher become our children instead of init's, so that they can be found and ended.
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         self.logs.mkdir(parents=True, exist_ok=True)
         Path(self.site(0).train_json).write_text(launcher.train_json(self._deployment, self.site(0)))
         self.started_t = time.time()
@@ -75,7 +74,11 @@ class LocalCluster:
         return self
 
     def _start_node(self, node: int) -> subprocess.Popen[bytes]:
-        environment = {**launcher.worker_environment(self._deployment), "GROUP_RANK": str(node), "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {
+            **launcher.worker_environment(self._deployment),
+            "GROUP_RANK": str(node),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         return self._spawn(f"node-{node}", launcher.worker_command(self._deployment, self.site(node)), environment)
 
     def _spawn(self, name: str, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -91,15 +94,13 @@ class LocalCluster:
                 cwd=_REPOSITORY,
                 env={**inherited, **environment},
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509  no threads here
             )
 
     def exited(self) -> list[NodeExit]:
         """Nodes whose launcher has ended."""
         return [
-            NodeExit(node, process.returncode)
-            for node, process in enumerate(self._nodes)
-            if process.poll() is not None
+            NodeExit(node, process.returncode) for node, process in enumerate(self._nodes) if process.poll() is not None
         ]
 
     def running(self) -> bool:
@@ -135,16 +136,10 @@ def check_port(port: int) -> None:
         try:
             probe.bind(("0.0.0.0", port))
         except OSError as error:
-            raise ValueError(f"--port {port} is taken ({error.strerror}); choose another or leave --port out") from error
+            raise ValueError(
+                f"--port {port} is taken ({error.strerror}); choose another or leave --port out"
+            ) from error
 
 
 def _descendants() -> Iterator[psutil.Process]:
     return iter(psutil.Process().children(recursive=True))
-
-
-def _end_with_parent() -> None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -85,7 +85,8 @@ def check(deployment: DeploymentConfig, out: Path, port: int | None) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ValueError(
-            f"--out {out}: {free / 1e6:.0f} MB free, the drill needs {needed / 1e6:.0f} MB; free some or choose another disk"
+            f"--out {out}: {free / 1e6:.0f} MB free, the drill needs {needed / 1e6:.0f} MB; "
+            "free some space or choose another disk"
         )
 
 

@@ -55,7 +55,7 @@ def train_json(deployment: DeploymentConfig, site: Site) -> str:
 
 
 def control_command(deployment: DeploymentConfig, site: Site) -> list[str]:
-    """argv of the one-pod rendezvous store (`nvrx-control`)."""
+    """Argv of the one-pod rendezvous store (`nvrx-control`)."""
     rendezvous = deployment.job.rendezvous
     return [
         "nvrx-control",
@@ -67,7 +67,7 @@ def control_command(deployment: DeploymentConfig, site: Site) -> list[str]:
 
 
 def worker_command(deployment: DeploymentConfig, site: Site) -> list[str]:
-    """argv of one node: ft_launcher with its restart policy, then the trainer."""
+    """Argv of one node: ft_launcher with its restart policy, then the trainer."""
     rendezvous, in_job = deployment.job.rendezvous, deployment.train.restarts.in_job
     sections = ",".join(
         f"{name}:{seconds:g}"

@@ -3,6 +3,7 @@
 Loaded from train.json (`load_train_json`); a deployment file's `train:` section is the same schema.
 """
 
+import itertools
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -117,7 +118,9 @@ class DataConfig(Config):
     """A tokenized corpus written by `python -m training.prepare_data`."""
 
     path: str = Field(description="directory that holds index.json and the token shards")
-    tokenizer: str = Field("bytes", description="what the corpus was tokenized with: `bytes` or a tokenizer.json's name")
+    tokenizer: str = Field(
+        "bytes", description="what the corpus was tokenized with: `bytes` or a tokenizer.json's name"
+    )
 
 
 class OptimizerConfig(Config):
@@ -211,7 +214,7 @@ class RestartsConfig(Config):
             ("in_process.hard_timeout_seconds", inner.hard_timeout_seconds),
             ("in_process.barrier_timeout_seconds", inner.barrier_timeout_seconds),
         ]
-        pairs = list(zip(chain, chain[1:], strict=False)) if inner.enabled else []
+        pairs = list(itertools.pairwise(chain)) if inner.enabled else []
         if inner.enabled:
             hard = chain[2]
             pairs += [
@@ -229,7 +232,7 @@ class RestartsConfig(Config):
         )
         for (low_name, low), (high_name, high) in pairs:
             if low >= high:
-                raise ValueError(f"{low_name} {low:g} must be below {high_name} {high:g}; raise the second or lower the first")
+                raise ValueError(f"{low_name} {low:g} must be below {high_name} {high:g}; raise the second")
         return self
 
     @property
@@ -282,7 +285,8 @@ class TrainConfig(Config):
     def _check_lengths(self) -> "TrainConfig":
         if self.seq_len > self.model.max_position_embeddings:
             raise ValueError(
-                f"seq_len {self.seq_len} exceeds model.max_position_embeddings {self.model.max_position_embeddings}; lower seq_len"
+                f"seq_len {self.seq_len} exceeds model.max_position_embeddings "
+                f"{self.model.max_position_embeddings}; lower seq_len"
             )
         if self.schedule.warmup_steps > self.total_steps:
             raise ValueError(
@@ -298,8 +302,9 @@ class TrainConfig(Config):
         per_micro_step = self.micro_batch_size * world_size
         if self.global_batch_size % per_micro_step:
             raise ValueError(
-                f"global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size {self.micro_batch_size} "
-                f"x {world_size} ranks = {per_micro_step}; choose a multiple of {per_micro_step}"
+                f"global_batch_size {self.global_batch_size} is not a multiple of "
+                f"micro_batch_size {self.micro_batch_size} x {world_size} ranks; "
+                f"choose a multiple of {per_micro_step}"
             )
         if world_size % self.parallelism.dp_replicate:
             raise ValueError(

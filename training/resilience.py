@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.fault_tolerance import (
     RankMonitorClient,
     WorkloadAction,
     WorkloadControlRequest,
 )
+from nvidia_resiliency_ext.inprocess import CallWrapper, Compose, Wrapper
 from nvidia_resiliency_ext.inprocess.abort import Abort, AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.health_check import CudaHealthCheck
 from nvidia_resiliency_ext.inprocess.initialize import Initialize, RetryController
@@ -29,12 +29,12 @@ from nvidia_resiliency_ext.inprocess.nested_restarter import (
     NestedRestarterHandlingCompleted,
     NestedRestarterHandlingStarting,
 )
-from nvidia_resiliency_ext.inprocess.state import FrozenState
+from nvidia_resiliency_ext.inprocess.state import State  # its frozen twin is made at run time
 
 from training.config import RestartsConfig
 from training.events import EventLog
 
-TrainFunction = Callable[[inprocess.CallWrapper | None], None]
+TrainFunction = Callable[[CallWrapper | None], None]
 
 
 class RankMonitor:
@@ -97,7 +97,7 @@ class AbortGloo(Abort):
     def __init__(self, store_ports: frozenset[int]) -> None:
         self._store_ports = store_ports
 
-    def __call__(self, state: FrozenState) -> FrozenState:
+    def __call__(self, state: State) -> State:
         """Called by the Wrapper's monitor thread while the main thread may be blocked."""
         for connection in _own_tcp_connections():
             with connection:
@@ -133,7 +133,7 @@ class RecordAbort(Abort):
     def __init__(self, events: EventLog) -> None:
         self._events = events
 
-    def __call__(self, state: FrozenState) -> FrozenState:
+    def __call__(self, state: State) -> State:
         """Called by the Wrapper's monitor thread."""
         self._events.write("abort")
         return state
@@ -145,7 +145,7 @@ class CountIteration(Initialize):
     def __init__(self, events: EventLog) -> None:
         self._events = events
 
-    def __call__(self, state: FrozenState) -> FrozenState:
+    def __call__(self, state: State) -> State:
         """Called before each entry of the training function."""
         self._events.iteration = state.iteration
         return state
@@ -171,24 +171,25 @@ def wrap_in_process(
     if not settings.enabled:
         return lambda: train(None)
 
-    def entry(call_wrapper: inprocess.CallWrapper = None) -> None:  # pyright: ignore[reportArgumentType]
+    def entry(call_wrapper: CallWrapper = None) -> None:  # pyright: ignore[reportArgumentType]
         train(call_wrapper)
 
-    wrapper = inprocess.Wrapper(
+    wrapper = Wrapper(
         store_kwargs={"host_name": store_host, "port": store_port},
-        initialize=inprocess.Compose(
+        initialize=Compose(
             CountIteration(events),
             RetryController(max_iterations=settings.max_restarts + 1, min_world_size=world_size),
             NestedRestarterHandlingCompleted(),
         ),
         # Compose runs the last one first: the launcher is told, the time is noted, blocked ranks are freed, and
         # only then are the process groups destroyed.
-        abort=inprocess.Compose(
+        abort=Compose(
             AbortTorchDistributed(),
             AbortGloo(other_store_ports | {store_port}),
             RecordAbort(events),
             NestedRestarterHandlingStarting(),
         ),
+        health_check=CudaHealthCheck() if device.type == "cuda" else None,
         completion=NestedRestarterFinalized(),
         terminate=NestedRestarterAborted(),
         monitor_thread_interval=_seconds(settings.monitor_interval_seconds),
@@ -202,12 +203,7 @@ def wrap_in_process(
         completion_timeout=_seconds(settings.barrier_timeout_seconds),
         last_call_wait=_seconds(settings.last_call_wait_seconds),
     )
-    if device.type == "cuda":
-        wrapper.health_check = CudaHealthCheck()
-    else:
-        # With LOCAL_RANK set NVRx 0.7.0 adds NVML checks, which fail every restart on a host without NVML.
-        wrapper.restart_health_check = None
-    return wrapper(entry)
+    return wrapper(entry)  # pyright: ignore[reportReturnType]  NVRx fills in the parameter
 
 
 def _seconds(value: float) -> datetime.timedelta:

@@ -8,6 +8,8 @@ import argparse
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -41,10 +43,13 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
     import torch
 
     from training.resilience import RankMonitor, wrap_in_process
-    from training.trainer import Process, RestoreRefusedError, explain, run_attempt
+    from training.trainer import Process, run_attempt
 
     if nvidia_resiliency_ext.__version__ != NVRX_VERSION:
-        print(f"error: nvidia-resiliency-ext {NVRX_VERSION} is needed, not {nvidia_resiliency_ext.__version__}", file=sys.stderr)
+        print(
+            f"error: nvidia-resiliency-ext {NVRX_VERSION} is needed, not {nvidia_resiliency_ext.__version__}",
+            file=sys.stderr,
+        )
         return EXIT_BAD_CONFIG
     device = _choose_device(torch)
     if config.deterministic:
@@ -61,22 +66,35 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
         events=events,
         monitor=RankMonitor(enabled="FT_RANK_MONITOR_IPC_SOCKET" in os.environ),
     )
-    train = wrap_in_process(
-        lambda call_wrapper: run_attempt(config, process, call_wrapper),
-        restarts=config.restarts,
-        events=events,
-        world_size=world_size,
-        device=device,
-        store_host=host,
-        store_port=restart_port,
-        other_store_ports=frozenset({port}),
-    )
+    with _gpu_checks_only_with_gpu(device.type):
+        train = wrap_in_process(
+            lambda call_wrapper: run_attempt(config, process, call_wrapper),
+            restarts=config.restarts,
+            events=events,
+            world_size=world_size,
+            device=device,
+            store_host=host,
+            store_port=restart_port,
+            other_store_ports=frozenset({port}),
+        )
     try:
         train()
     finally:
         if process.writer is not None:
             process.writer.close()
     return 0
+
+
+@contextmanager
+def _gpu_checks_only_with_gpu(device_type: str) -> Iterator[None]:
+    """Hide LOCAL_RANK on CPU while NVRx builds its restart health check.
+
+    Where it is set, NVRx 0.7.0 adds checks of GPU, NVLink and NIC, which fail every restart on a host without NVML.
+    """
+    hidden = os.environ.pop("LOCAL_RANK") if device_type == "cpu" else None
+    yield
+    if hidden is not None:
+        os.environ["LOCAL_RANK"] = hidden
 
 
 def _choose_device(torch):  # noqa: ANN001, ANN202  torch is imported late

@@ -11,19 +11,20 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess import CallWrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from training import parallelism
-from training.checkpoint.durable import Committed, DurableCheckpointer
+from training.checkpoint.durable import CheckpointError, Committed, DurableCheckpointer
 from training.checkpoint.writer import BackgroundWriter
-from training.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from training.config import EXIT_NO_RESTART, OptimizerConfig, ScheduleConfig, TrainConfig
 from training.data import DataOrder, TokenizedCorpus
 from training.events import EventLog
 from training.faults import FaultInjector
@@ -45,10 +46,6 @@ class Process:
     events: EventLog
     monitor: RankMonitor
     writer: BackgroundWriter | None = None
-
-
-class RestoreRefusedError(Exception):
-    """The checkpoint is there but must not be continued with this configuration; no restart can help."""
 
 
 class Trainer:
@@ -118,7 +115,7 @@ class Trainer:
         for index, sample_ids in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             # FSDP2 reduces gradients on the last micro-batch only; the earlier ones accumulate on each rank.
-            self.model.set_requires_gradient_sync(last)
+            cast(FSDPModule, self.model).set_requires_gradient_sync(last)
             inputs, labels = self._batch(sample_ids)
             micro_loss = next_token_loss(self.model(inputs), labels) / len(micro_batches)
             if last:
@@ -158,7 +155,10 @@ def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper
     events.write("enter")
     monitor.connect()
     with monitor.section("setup"):
-        trainer, start = _set_up(config, process)
+        try:
+            trainer, start = _set_up(config, process)
+        except (ValueError, CheckpointError) as error:  # what no restart can mend: settings, corpus, checkpoints
+            _give_up(process, str(error))
     for step in range(start + 1, config.total_steps + 1):
         with monitor.section("step"):
             started_t = time.time()
@@ -172,6 +172,14 @@ def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper
         with monitor.section("checkpointing"):
             _checkpoint(trainer, step)
     _finish(trainer, already_complete=start == config.total_steps)
+
+
+def _give_up(process: Process, reason: str) -> NoReturn:
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    process.events.write("refused", reason=reason)
+    process.monitor.stop_job(reason)
+    # Not an Exception: the in-process layer must not try again.
+    raise SystemExit(EXIT_NO_RESTART)
 
 
 def _set_up(config: TrainConfig, process: Process) -> tuple[Trainer, int]:
@@ -257,9 +265,11 @@ def schedule_ratio(schedule: ScheduleConfig, step: int, total_steps: int) -> flo
 
 
 def _check_identity(saved: dict[str, Any], present: dict[str, Any]) -> None:
-    changed = [f"{key} (saved {saved.get(key)!r}, now {value!r})" for key, value in present.items() if saved.get(key) != value]
+    changed = [
+        f"{key} (saved {saved.get(key)!r}, now {value!r})" for key, value in present.items() if saved.get(key) != value
+    ]
     if changed:
-        raise RestoreRefusedError(
+        raise ValueError(
             f"the checkpoint was made with other settings: {'; '.join(changed)}; "
             "restore them, or choose another checkpoint.directory"
         )
@@ -268,7 +278,7 @@ def _check_identity(saved: dict[str, Any], present: dict[str, Any]) -> None:
 def seed_random_state(seed: int, rank: int) -> None:
     """Seed python's, numpy's and torch's generators, each rank differently."""
     random.seed(f"{seed}-{rank}")
-    np.random.seed((seed * 1_000_003 + rank) % 2**32)  # noqa: NPY002  libraries draw from the global one
+    np.random.seed((seed * 1_000_003 + rank) % 2**32)
     torch.manual_seed(seed * 1_000_003 + rank)
 
 
@@ -276,7 +286,7 @@ def random_state_tensors(device: torch.device) -> dict[str, torch.Tensor]:
     """The state of every generator as tensors of fixed shape, so that DCP can load them in place."""
     version, words, gauss = random.getstate()
     assert version == 3, version
-    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    name, keys, position, has_gauss, cached = np.random.get_state()
     assert name == "MT19937", name
     state = {
         "python": torch.tensor(words, dtype=torch.int64),
@@ -295,12 +305,7 @@ def restore_random_state(state: dict[str, torch.Tensor]) -> None:
     gauss = state["python_gauss"].item()
     random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss))
     *keys, position, has_gauss = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()))  # noqa: NPY002
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()))
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def explain(error: BaseException) -> None:
-    """One line for a person; the traceback is in the rank's log."""
-    print(f"training cannot go on: {error}", file=sys.stderr, flush=True)

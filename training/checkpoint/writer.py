@@ -1,8 +1,6 @@
 """NVRx's background checkpoint writer, kept alive across in-process restarts and never outliving its trainer."""
 
-import ctypes
 import multiprocessing
-import signal
 import time
 from dataclasses import dataclass, field
 from multiprocessing.managers import SyncManager
@@ -14,7 +12,7 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue,
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import save_state_dict_async_plan
 
-_PR_SET_PDEATHSIG = 1
+from training.lifetime import die_with_parent
 
 
 class CheckpointWriterError(RuntimeError):
@@ -51,13 +49,13 @@ class BackgroundWriter:
     def _start(self) -> None:
         # NVRx makes its results queue on first use; made here instead so that its manager process dies with us.
         self._manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        self._manager.start(initializer=_die_with_parent)
+        self._manager.start(initializer=die_with_parent)
         filesystem_async._results_queue = self._manager.Queue()
-        # A warm worker: the first save costs what the tenth does. Its first task ties its life to ours, for the
-        # queue that it reads never closes when the trainer is killed.
+        # A warm worker: the first save costs what the tenth does. Its first task is to load what saving needs, and
+        # to tie its life to ours, for the queue that it reads never closes when the trainer is killed.
         AsyncCallsQueue.warmup_persistent_caller(self._rank, cpu_shm_mode=True)
         self._queue = AsyncCallsQueue(cpu_shm_mode=True)
-        self._queue.schedule_async_request(AsyncRequest(_die_with_parent, (), []))
+        self._queue.schedule_async_request(AsyncRequest(_prepare_worker, (), []))
 
     def schedule(self, state: dict[str, Any], path: Path) -> PendingSave:
         """Stage `state` and start writing it under `path`; returns once it may be modified again.
@@ -71,11 +69,10 @@ class BackgroundWriter:
         )
         storage_writer, metadata, collective = save_state_dict_async_plan(state, storage_writer)
         write, preload, arguments = storage_writer.get_save_function_and_args()
-        assert write is not None, "every rank has at least its own random state to write"
+        assert write is not None
+        assert preload is not None, "every rank has at least its own random state to write"
         pending = PendingSave(storage_writer, metadata, collective)
-        self._queue.schedule_async_request(
-            AsyncRequest(write, tuple(arguments), [pending.collect], preload_fn=preload)
-        )
+        self._queue.schedule_async_request(AsyncRequest(write, tuple(arguments), [pending.collect], preload_fn=preload))
         self._pending = pending
         return pending
 
@@ -123,14 +120,13 @@ class BackgroundWriter:
         self._start()
 
     def close(self) -> None:
-        """End the worker and the results queue. Call when no save is in flight."""
-        self._queue.close(abort=True)
+        """End the worker and the results queue, dropping a save that is in flight."""
+        self.recover()
+        self._queue.close()
         self._manager.shutdown()
         filesystem_async._results_queue = None
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies, however that happens."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
+def _prepare_worker() -> None:
+    """First task of the worker process. That this function is found here has loaded all that saving needs."""
+    die_with_parent()
