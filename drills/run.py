@@ -160,10 +160,13 @@ def _run(label: str, deployment: DeploymentConfig, *, out: Path, port: int | Non
     with LocalCluster(deployment, shared_directory=shared.absolute(), port=port) as cluster:
         _watch(cluster, directory, label=label, deployment=deployment, timeout_seconds=timeout_seconds)
         failed = [exit_ for exit_ in cluster.exited() if exit_.exit_code != 0]
+    reasons = {event["reason"] for event in read_events(directory) if event["event"] == "refused"}
+    if reasons:
+        raise DrillError(f"{label}: the trainer refused to go on: {'; '.join(sorted(reasons))}")
     if failed:
+        log = cluster.logs / f"node-{failed[0].node}.log"
         raise DrillError(
-            f"{label}: node {failed[0].node}'s launcher ended with exit code {failed[0].exit_code}; "
-            f"see {cluster.logs}/node-{failed[0].node}.log{_hint(cluster.logs)}"
+            f"{label}: a launcher ended with exit code {failed[0].exit_code}; see {log}{_hint(cluster.logs)}"
         )
     return Finished(cluster.started_t, directory)
 

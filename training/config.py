@@ -16,6 +16,10 @@ EXIT_BAD_CONFIG = 2
 EXIT_NO_RESTART = 93
 EXIT_SIGTERM = 143
 
+# Files in the run directory that tell the supervisor how the run ended: ft_launcher's exit code alone does not.
+DONE_MARKER = "done"
+NO_RESTART_MARKER = "no-restart"
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from training.config import EXIT_BAD_CONFIG, TrainConfig, load_train_json
+from training.config import DONE_MARKER, EXIT_BAD_CONFIG, NO_RESTART_MARKER, TrainConfig, load_train_json
 from training.events import EventLog
 
 NVRX_VERSION = "0.7.0"
@@ -33,6 +33,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     rank, cycle = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if rank == 0:  # before any rank can have an outcome: none does before it met rank 0
+        for marker in (DONE_MARKER, NO_RESTART_MARKER):
+            (Path(config.run_directory) / marker).unlink(missing_ok=True)
     events = EventLog(Path(config.run_directory), rank=rank, cycle=cycle)
     events.write("process_start", created_t=psutil.Process().create_time(), world_size=world_size)
     return _train(config, events, rank=rank, world_size=world_size, cycle=cycle)

@@ -24,7 +24,14 @@ from torch.distributed.tensor import DTensor
 from training import parallelism
 from training.checkpoint.durable import CheckpointError, Committed, DurableCheckpointer
 from training.checkpoint.writer import BackgroundWriter
-from training.config import EXIT_NO_RESTART, OptimizerConfig, ScheduleConfig, TrainConfig
+from training.config import (
+    DONE_MARKER,
+    EXIT_NO_RESTART,
+    NO_RESTART_MARKER,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from training.data import DataOrder, TokenizedCorpus
 from training.events import EventLog
 from training.faults import FaultInjector
@@ -158,7 +165,7 @@ def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper
         try:
             trainer, start = _set_up(config, process)
         except (ValueError, CheckpointError) as error:  # what no restart can mend: settings, corpus, checkpoints
-            _give_up(process, str(error))
+            _give_up(config, process, str(error))
     for step in range(start + 1, config.total_steps + 1):
         with monitor.section("step"):
             started_t = time.time()
@@ -174,9 +181,10 @@ def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper
     _finish(trainer, already_complete=start == config.total_steps)
 
 
-def _give_up(process: Process, reason: str) -> NoReturn:
+def _give_up(config: TrainConfig, process: Process, reason: str) -> NoReturn:
     print(f"error: {reason}", file=sys.stderr, flush=True)
     process.events.write("refused", reason=reason)
+    (Path(config.run_directory) / NO_RESTART_MARKER).write_text(reason + "\n")
     process.monitor.stop_job(reason)
     # Not an Exception: the in-process layer must not try again.
     raise SystemExit(EXIT_NO_RESTART)
@@ -240,7 +248,7 @@ def _finish(trainer: Trainer, *, already_complete: bool) -> None:
     process.monitor.close()
     dist.barrier()
     if process.rank == 0:  # only now, with every rank through, may the supervisor report success
-        (Path(config.run_directory) / "done").touch()
+        (Path(config.run_directory) / DONE_MARKER).touch()
     dist.destroy_process_group()
 
 

@@ -1,0 +1,52 @@
+"""Real ranks for the tests: forked processes that meet in a gloo process group."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+RunRanks = Callable[..., list]
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> RunRanks:
+    """run_ranks(function, *arguments, world_size=2): call function(rank, *arguments) on every rank.
+
+    Returns the ranks' results in order. Fails the test with a rank's traceback when one raised.
+    """
+
+    def run(function, *arguments, world_size: int = 2) -> list:
+        # fork: the ranks inherit torch instead of importing it, which takes seconds each.
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        store = str(tmp_path / f"store-{len(list(tmp_path.glob('store-*')))}")
+        processes = [
+            context.Process(target=_rank, args=(function, rank, world_size, store, queue, arguments))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        outcomes = [queue.get(timeout=120) for _ in processes]
+        for process in processes:
+            process.join(timeout=30)
+        failures = [text for _, text, _ in outcomes if text]
+        assert not failures, "\n".join(failures)
+        return [result for _, _, result in sorted(outcomes, key=lambda outcome: outcome[0])]
+
+    return run
+
+
+def _rank(function, rank: int, world_size: int, store: str, queue, arguments) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        result = function(rank, *arguments)
+        dist.barrier()
+        dist.destroy_process_group()
+        queue.put((rank, None, result))
+    except BaseException:
+        queue.put((rank, f"rank {rank}: {traceback.format_exc()}", None))
