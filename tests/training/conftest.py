@@ -30,9 +30,13 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         ]
         for process in processes:
             process.start()
-        outcomes = [queue.get(timeout=120) for _ in processes]
-        for process in processes:
-            process.join(timeout=30)
+        try:
+            outcomes = [queue.get(timeout=120) for _ in processes]
+            for process in processes:
+                process.join(timeout=30)
+        finally:
+            for process in processes:
+                process.kill()
         failures = [text for _, text, _ in outcomes if text]
         assert not failures, "\n".join(failures)
         return [result for _, _, result in sorted(outcomes, key=lambda outcome: outcome[0])]
