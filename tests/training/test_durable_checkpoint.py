@@ -186,12 +186,12 @@ if __name__ == "__main__":
     os.kill(os.getpid(), signal.SIGKILL)
 """
     (tmp_path / "trainer.py").write_text(code)
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     killed = subprocess.run(
         [sys.executable, str(tmp_path / "trainer.py")], env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
     assert killed.returncode == -signal.SIGKILL
     pids = [int(word) for word in killed.stdout.split()]
     assert len(pids) == 2
-    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
     assert alive == []
