@@ -62,6 +62,7 @@ def build_report(
             "repeated": len(samples.repeated),
             "skipped_ids": list(samples.skipped),
             "repeated_ids": list(samples.repeated),
+            "differing_steps": len(samples.differing_steps),
             "replay_mismatches": run.replay_mismatches,
             "replayed_losses_equal": run.replayed_losses_equal,
         },
@@ -120,7 +121,9 @@ def _fate(fault: dict[str, Any]) -> str:
         return "did not fire"
     if fault["layer"] is None:
         return "never recovered"
-    return f"{fault['layer']}: {fault['time_to_recover_s']:.2f} s to recover, {fault['steps_lost']} steps lost"
+    return (
+        f"{fault['layer']}: {fault['time_to_recover_s']:.2f} s to recover, {_count(fault['steps_lost'], 'step')} lost"
+    )
 
 
 def _summary(analysis: RunAnalysis) -> dict[str, Any]:
@@ -145,8 +148,8 @@ def _goodput(run: RunAnalysis, reference: RunAnalysis) -> dict[str, float]:
 
 def _problems(run: RunAnalysis, reference: RunAnalysis, samples: SamplesDifference) -> list[str]:
     """Everything that keeps the drill from proving its point, the gravest first, as plain sentences."""
-    problems = [f"the run: {problem}" for problem in run.problems]
-    problems += [f"the reference: {problem}" for problem in reference.problems]
+    problems = [f"in the run, {problem}" for problem in run.problems]
+    problems += [f"in the reference, {problem}" for problem in reference.problems]
     if reference.restarts or reference.faults:
         problems.append("the reference was disturbed itself, so it proves nothing; repeat the drill")
     if None not in (run.params_sha256, reference.params_sha256) and run.params_sha256 != reference.params_sha256:
@@ -154,13 +157,13 @@ def _problems(run: RunAnalysis, reference: RunAnalysis, samples: SamplesDifferen
     if run.steps != reference.steps:
         problems.append(f"the run ended at step {run.steps}, the reference at step {reference.steps}")
     if samples.skipped:
-        problems.append(f"the run skipped {len(samples.skipped)} samples that the reference trained on")
+        problems.append(f"the run skipped {_count(len(samples.skipped), 'sample')} that the reference trained on")
     if samples.repeated:
-        problems.append(f"the run trained on {len(samples.repeated)} samples more often than the reference")
+        problems.append(f"the run trained on {_count(len(samples.repeated), 'sample')} more often than the reference")
     if samples.differing_steps and not samples.skipped and not samples.repeated:
-        problems.append(f"{len(samples.differing_steps)} steps trained on other samples than in the reference")
+        problems.append(f"{_count(len(samples.differing_steps), 'step')} took other samples than in the reference")
     if run.replay_mismatches:
-        problems.append(f"{run.replay_mismatches} steps were executed again on other samples than the first time")
+        problems.append(f"{_count(run.replay_mismatches, 'step')} took other samples when executed again")
     if run.replayed_losses_equal is False:
         problems.append("a step that was executed again gave another loss than the first time")
     return problems
@@ -185,6 +188,10 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.partial")
     temporary.write_text(text)
     temporary.replace(path)  # one rename: atomic
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _short(digest: str | None) -> str:

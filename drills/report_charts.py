@@ -55,7 +55,7 @@ def timeline(run: RunAnalysis, reference: RunAnalysis) -> Markup:
     labels, lanes_top = _fault_labels(run, scale)
     run_lanes, run_bottom = _lanes(run, scale, lanes_top, "Run with faults")
     marks, marks_bottom = _recoveries(run, scale, run_bottom)
-    reference_lanes, bottom = _lanes(reference, scale, marks_bottom + 14, "Reference, undisturbed")
+    reference_lanes, bottom = _lanes(reference, scale, marks_bottom + 26, "Reference, undisturbed")
     lines = [
         element("line", class_="fault-line", x1=x, x2=x, y1=lanes_top - 6, y2=run_bottom)
         for x in (scale(fault.strike_t - run.job_start) for fault in run.faults if fault.strike_t is not None)

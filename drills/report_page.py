@@ -45,13 +45,13 @@ def page(report: dict[str, Any], run: RunAnalysis, reference: RunAnalysis) -> st
     body = element(
         "main",
         _header(report),
-        _tiles(report),
+        _tiles(report, run),
         _timeline(run, reference),
+        _faults(report),
+        _parameters(report),
+        _samples(report),
         _loss(report, run, reference),
         _goodput(report, run, reference),
-        _faults(report),
-        _samples(report),
-        _parameters(report),
         _repeat(report),
     )
     return "<!doctype html>\n" + element("html", head, element("body", body), lang="en") + "\n"
@@ -75,34 +75,33 @@ def _header(report: dict[str, Any]) -> Markup:
     )  # fmt: skip
 
 
-def _tiles(report: dict[str, Any]) -> Markup:
-    goodput, samples, faults = report["goodput"], report["samples"], report["faults"]
-    recoveries = [fault["time_to_recover_s"] for fault in faults if fault["time_to_recover_s"] is not None]
-    lost = sum(fault["steps_lost"] or 0 for fault in faults)
+def _tiles(report: dict[str, Any], run: RunAnalysis) -> Markup:
+    goodput, samples = report["goodput"], report["samples"]
+    recoveries = [fault["time_to_recover_s"] for fault in report["faults"] if fault["time_to_recover_s"] is not None]
+    again = sum(point.replayed for point in run.losses)
+    known = report["run"]["params_sha256"] and report["reference"]["params_sha256"]
+    equal = "identical" if report["bitwise_equal"] else "different" if known else "unknown"
+    share = f"of the time was new steps; undisturbed {goodput['reference_goodput_fraction']:.0%}"
+    wrong_samples = bool(samples["skipped"] or samples["repeated"])
     tiles = [
-        ("Final parameters", "identical" if report["bitwise_equal"] else "not identical", "every byte, by SHA-256"),
-        ("Slowest recovery", _seconds(max(recoveries, default=None)), "strike until every rank has done a step again"),
-        ("Steps lost", lost, "finished before a strike, done again after it"),
-        ("Samples", f"{samples['skipped']} / {samples['repeated']}", "skipped / repeated against the reference"),
-        (
-            "Goodput",
-            f"{goodput['goodput_fraction']:.0%}",
-            f"of the time was new steps; undisturbed {goodput['reference_goodput_fraction']:.0%}",
+        _tile("Final parameters", equal, "every byte, by SHA-256", wrong=equal != "identical"),
+        _tile(
+            "Samples", f"{samples['skipped']} / {samples['repeated']}", "skipped / repeated in all", wrong=wrong_samples
         ),
+        _tile("Slowest recovery", _seconds(max(recoveries, default=None)), "strike until every rank did a step again"),
+        _tile("Steps done again", again, "newer than the checkpoint that was loaded"),
+        _tile("Goodput", f"{goodput['goodput_fraction']:.0%}", share),
     ]
+    return element("section", *tiles, class_="tiles")
+
+
+def _tile(name: str, value: object, note: str, *, wrong: bool = False) -> Markup:
     return element(
-        "section",
-        *(
-            element(
-                "div",
-                element("p", name, class_="tile-name"),
-                element("p", value, class_="tile-value"),
-                element("p", note, class_="tile-note"),
-                class_="tile",
-            )
-            for name, value, note in tiles
-        ),
-        class_="tiles",
+        "div",
+        element("p", name, class_="tile-name"),
+        element("p", value, class_="tile-value"),
+        element("p", note, class_="tile-note"),
+        class_="tile wrong" if wrong else "tile",
     )
 
 
@@ -161,7 +160,7 @@ def _goodput(report: dict[str, Any], run: RunAnalysis, reference: RunAnalysis) -
         "packs its start and its faults into a short run: read the seconds, not the share, when you plan a long one. "
         "All numbers are means over the ranks and add up to the wall time.",
         _figure(report_charts.goodput_bars(run, reference)),
-        _table(("kind", "what it is", "run", "share", "reference"), [*rows, total], numbers_from=2),
+        _table(("kind", "what it is", "run", "share", "reference"), [*rows, total], numbers_from=2, css="parts"),
     )
 
 
@@ -178,12 +177,14 @@ def _goodput_row(kind: Kind, run: RunAnalysis, reference: RunAnalysis) -> Markup
     )
 
 
-def _table(headings: tuple[str, ...], rows: list[Markup], *, numbers_from: int) -> Markup:
+def _table(headings: tuple[str, ...], rows: list[Markup], *, numbers_from: int, css: str | None = None) -> Markup:
     head = (
-        element("th", text, scope="col", class_="number" if index >= numbers_from else None)
+        element(
+            "th", text, scope="col", class_="number" if index >= numbers_from else "meaning" if index == 1 else None
+        )
         for index, text in enumerate(headings)
     )
-    table = element("table", element("thead", element("tr", *head)), element("tbody", *rows))
+    table = element("table", element("thead", element("tr", *head)), element("tbody", *rows), class_=css)
     return element("div", table, class_="scroll", tabindex="0")
 
 
@@ -222,7 +223,8 @@ def _samples(report: dict[str, Any]) -> Markup:
     facts = [
         ("skipped", samples["skipped"], "trained on by the reference, not by the run", samples["skipped_ids"]),
         ("repeated", samples["repeated"], "trained on more often than by the reference", samples["repeated_ids"]),
-        ("replay mismatches", samples["replay_mismatches"], "steps executed again on other samples than at first", []),
+        ("steps that differ", samples["differing_steps"], "trained on other samples than in the reference", []),
+        ("replays that differ", samples["replay_mismatches"], "took other samples when executed again", []),
     ]
     rows = [
         element(
