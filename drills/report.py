@@ -1,6 +1,7 @@
 """The drill's report: what both runs came to, in report.json, in report.html and in a few lines for the terminal."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -129,10 +130,14 @@ def _fate(fault: dict[str, Any]) -> str:
 def _summary(analysis: RunAnalysis) -> dict[str, Any]:
     return {
         "steps": analysis.steps,
-        "final_loss": analysis.final_loss,
+        "final_loss": analysis.final_loss if _is_finite(analysis) else None,  # JSON has no NaN
         "params_sha256": analysis.params_sha256,
         "checkpoints": [checkpoint.step for checkpoint in analysis.checkpoints],
     }
+
+
+def _is_finite(analysis: RunAnalysis) -> bool:
+    return analysis.final_loss is not None and math.isfinite(analysis.final_loss)
 
 
 def _goodput(run: RunAnalysis, reference: RunAnalysis) -> dict[str, float]:
@@ -154,6 +159,8 @@ def _problems(run: RunAnalysis, reference: RunAnalysis, samples: SamplesDifferen
         problems.append("the reference was disturbed itself, so it proves nothing; repeat the drill")
     if None not in (run.params_sha256, reference.params_sha256) and run.params_sha256 != reference.params_sha256:
         problems.append("the final parameters differ from those of the undisturbed run")
+    if run.final_loss is not None and not _is_finite(run):
+        problems.append("the run's final loss is not a finite number")
     if run.steps != reference.steps:
         problems.append(f"the run ended at step {run.steps}, the reference at step {reference.steps}")
     if samples.skipped:

@@ -82,7 +82,6 @@ def _svg(height: float, title: str, body: Markup) -> Markup:
         body,
         viewBox=f"0 0 {WIDTH:g} {height:g}",
         role="img",
-        xmlns="http://www.w3.org/2000/svg",
     )
 
 

@@ -257,7 +257,8 @@ def _parameters(report: dict[str, Any]) -> Markup:
         )
         for name in ("run", "reference")
     ]
-    verdict = "The two are equal." if report["bitwise_equal"] else "The two are not equal."
+    known = report["run"]["params_sha256"] and report["reference"]["params_sha256"]
+    verdict = "The two are equal." if report["bitwise_equal"] else "The two differ." if known else "One is missing."
     return _section(
         "Final parameters",
         f"SHA-256 over the name and every byte of every parameter after the last step; all ranks must agree. {verdict}",
