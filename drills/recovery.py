@@ -116,8 +116,6 @@ def _first_steps(events: list[Event], strike: float) -> dict[int, _Recovery]:
         if event["t"] < strike:
             continue
         match event["event"]:
-            case "process_start" | "enter":
-                start = restored = None
             case "restore_start":
                 start, restored = event, None
             case "restored":

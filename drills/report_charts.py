@@ -148,7 +148,7 @@ def _lanes(analysis: RunAnalysis, scale: Scale, top: float, title: str) -> tuple
     for index, (rank, intervals) in enumerate(analysis.intervals.items()):
         y = top + pitch * index
         parts += [
-            _bar(interval, rank, analysis.job_start, scale, (y, pitch - 6)) for interval in _merged(intervals, scale)
+            _bar(interval, rank, analysis.job_start, scale, (y, pitch * 0.82)) for interval in _merged(intervals, scale)
         ]
         if index % every == 0:
             parts.append(element("text", f"rank {rank}", class_="lane-label", x=_LEFT - 10, y=y + pitch / 2 + 1))

@@ -85,11 +85,11 @@ def test_an_undisturbed_run_has_no_lost_time():
     assert [checkpoint.step for checkpoint in analysis.checkpoints] == [10, 20, 30, 40, 50, 60]
 
 
-def test_detection_on_a_survivor_starts_after_the_work_it_was_still_in():
+def test_a_survivor_that_still_finishes_a_stall_after_the_strike_goes_on_detecting():
     log = up_to_step(24)
     log.fault("exception", rank=1, step=25, after=0.0)
     strike = log.now
-    log.write("stall", rank=0, at=strike + 0.02, step=24, started_t=log.start + strike - 0.0, phase="finalize")
+    log.write("stall", rank=0, at=strike + 0.02, step=24, started_t=log.start + strike + 0.01, phase="finalize")
     log.abort(detect=0.5)
     log.enter_again(after=0.3)
     log.restore(20)
@@ -97,9 +97,28 @@ def test_detection_on_a_survivor_starts_after_the_work_it_was_still_in():
     log.events.sort(key=lambda event: event["t"])
     analysis = analysis_of(log)
 
-    assert analysis.rank_parts[0].detect_s == pytest.approx(0.48)
+    assert analysis.rank_parts[0].detect_s == pytest.approx(0.49)
     assert analysis.rank_parts[1].detect_s == pytest.approx(0.5)
     assert analysis.rank_parts[0].replayed_s == analysis.rank_parts[1].replayed_s == pytest.approx(4 * 0.15)
+
+
+def test_a_step_that_a_survivor_finishes_just_after_the_strike_is_work_not_detection():
+    log = up_to_step(23)
+    started = log.now
+    log.steps(24, 24)
+    late = next(event for event in log.events if event["event"] == "step" and event["step"] == 24)
+    late["t"] += 0.03
+    log.fault("exception", rank=1, step=25, after=0.02)
+    log.abort(detect=0.5)
+    log.enter_again(after=0.3)
+    log.restore(20)
+    analysis = analysis_of(finish_from(log, 21))
+
+    step = next(interval for interval in analysis.intervals[0] if interval.step == 24)
+    assert (step.kind, step.end) == ("useful", pytest.approx(log.start + started + 0.15 + 0.03))
+    assert analysis.rank_parts[0].detect_s == pytest.approx(0.49)
+    assert analysis.rank_parts[1].replayed_s == pytest.approx(0.02 + 4 * 0.15)
+    assert analysis.faults[0].steps_lost == 4
 
 
 def test_an_abort_whose_process_never_comes_back_is_part_of_detection():
