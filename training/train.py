@@ -45,6 +45,7 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
     import nvidia_resiliency_ext
     import torch
 
+    from training.checkpoint.writer import BackgroundWriter
     from training.resilience import RankMonitor, wrap_in_process
     from training.trainer import Process, run_attempt
 
@@ -68,6 +69,7 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
         store=store,
         events=events,
         monitor=RankMonitor(enabled="FT_RANK_MONITOR_IPC_SOCKET" in os.environ),
+        writer=BackgroundWriter(rank=rank),
     )
     with _gpu_checks_only_with_gpu(device.type):
         train = wrap_in_process(
@@ -82,9 +84,10 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
         )
     try:
         train()
-    finally:
-        if process.writer is not None:
-            process.writer.close()
+    except BaseException:
+        process.writer.close(abort=True)
+        raise
+    process.writer.close()
     return 0
 
 

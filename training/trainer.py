@@ -52,7 +52,7 @@ class Process:
     store: dist.Store
     events: EventLog
     monitor: RankMonitor
-    writer: BackgroundWriter | None = None
+    writer: BackgroundWriter
 
 
 class Trainer:
@@ -66,7 +66,6 @@ class Trainer:
         self.optimizer = _build_optimizer(self.model, config.optimizer)
         self.corpus = TokenizedCorpus(Path(config.data.path))
         self.order = DataOrder(self.corpus.num_samples(config.seq_len), config.global_batch_size, config.seed)
-        assert process.writer is not None
         self.checkpointer = DurableCheckpointer(
             config.checkpoint, writer=process.writer, attempt=f"{process.cycle}-{process.events.iteration}"
         )
@@ -202,15 +201,13 @@ def _set_up(config: TrainConfig, process: Process) -> tuple[Trainer, int]:
         timeout=datetime.timedelta(seconds=config.restarts.collective_timeout_seconds),
     )
     events.write("process_group_ready")
-    if process.writer is None:
-        process.writer = BackgroundWriter(rank=process.rank)
-    else:
-        process.writer.recover()
     trainer = Trainer(config, process)
     events.write("model_ready")
     events.write("restore_start")
     start = trainer.restore()
     events.write("restored", step=start, tier="durable" if start else "none")
+    # Only now: loading the writer's libraries takes seconds of CPU, which the way back to training needs first.
+    process.writer.get_ready()
     return trainer, start
 
 

@@ -32,6 +32,7 @@ class Saver:
     def __init__(self, directory: Path, rank: int, *, attempt: str = "0-0", keep_latest: int = 3) -> None:
         self.rank = rank
         self.writer = BackgroundWriter(rank=rank)
+        self.writer.get_ready()
         self.config = CheckpointConfig(directory=str(directory), interval_steps=1, keep_latest=keep_latest)
         self.checkpointer = DurableCheckpointer(self.config, writer=self.writer, attempt=attempt)
 
@@ -78,7 +79,7 @@ def cut_off_second_save(rank: int, directory: Path) -> list:
     during = sorted(path.name for path in directory.iterdir())
     torch.distributed.barrier()
     # The attempt ends here, before the commit; the next one starts, as after an in-process restart.
-    saver.writer.recover()
+    saver.writer.get_ready()
     following = DurableCheckpointer(saver.config, writer=saver.writer, attempt="0-1")
     newest = following.newest()["step"]
     saver.checkpointer = following
@@ -111,7 +112,7 @@ def kill_writer(rank: int, directory: Path) -> list:
         saver.writer._queue.async_calls[0].async_caller.comp_q = multiprocessing.Queue()
     with pytest.raises(CheckpointError, match="saving step 2 failed: a background checkpoint writer died"):
         saver.checkpointer.wait()
-    saver.writer.recover()
+    saver.writer.get_ready()
     saver.checkpointer = DurableCheckpointer(saver.config, writer=saver.writer, attempt="0-1")
     newest = saver.checkpointer.newest()["step"]
     saver.save(3)
@@ -181,7 +182,8 @@ import os, sys, signal
 from training.checkpoint.writer import BackgroundWriter
 if __name__ == "__main__":
     writer = BackgroundWriter(rank=0)
-    writer.recover()
+    writer.get_ready()
+    writer.get_ready()
     print(writer._queue._get_async_caller().process.pid, writer._manager._process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """

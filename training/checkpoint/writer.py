@@ -44,7 +44,29 @@ class BackgroundWriter:
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._pending: PendingSave | None = None
-        self._start()
+        self._queue: AsyncCallsQueue | None = None
+
+    def get_ready(self, *, patience_seconds: float = 30.0) -> None:
+        """Start the worker, which then loads its libraries in the background; after an in-process restart, let a
+        save in flight end and drop its result.
+
+        A living worker is kept, since starting one costs seconds. One that is dead or does not end in time is
+        replaced with its results queue: a result left in there would be taken for the next save's (trainer.md,
+        pitfall 1).
+        """
+        deadline = time.monotonic() + patience_seconds
+        try:
+            while self._queue is not None and self._queue.get_num_unfinalized_calls():
+                self.poll()
+                if time.monotonic() > deadline:
+                    raise CheckpointWriterError("the background checkpoint writer is stuck")
+                time.sleep(0.01)
+            self.check_alive()
+        except CheckpointWriterError:
+            self.close(abort=True)
+        self.forget()
+        if self._queue is None:
+            self._start()
 
     def _start(self) -> None:
         # NVRx makes its results queue on first use; made here instead so that its manager process dies with us.
@@ -63,6 +85,7 @@ class BackgroundWriter:
         Collective: every rank plans together. The caller must have seen the previous save end.
         """
         assert self._pending is None, "a save is in flight"
+        assert self._queue is not None, "get_ready comes first"
         self.check_alive()
         storage_writer = FileSystemWriterAsync(
             path, thread_count=1, use_cpu_shm_for_gpu_tensors=True, use_cached_data_structure=True
@@ -82,7 +105,8 @@ class BackgroundWriter:
         Raises:
             CheckpointWriterError: the worker died before it finished.
         """
-        self._queue.maybe_finalize_async_calls(blocking=False, no_dist=True)
+        if self._queue is not None:
+            self._queue.maybe_finalize_async_calls(blocking=False, no_dist=True)
         if self._pending is not None and self._pending.results is None:
             self.check_alive()
 
@@ -92,37 +116,20 @@ class BackgroundWriter:
 
     def check_alive(self) -> None:
         """Raise CheckpointWriterError when the worker process is gone; NVRx itself would wait for ever."""
+        if self._queue is None:
+            return
         process = self._queue._get_async_caller().process
         if process is None or not process.is_alive():
             raise CheckpointWriterError("the background checkpoint writer died")
 
-    def recover(self, *, patience_seconds: float = 30.0) -> None:
-        """Make ready for a new attempt after an in-process restart: let a save in flight end and drop its result.
-
-        The worker is kept, since starting one costs seconds. One that is dead or does not end in time is replaced,
-        with its results queue: a result left in there would be taken for the next save's (trainer.md, pitfall 1).
-        """
-        deadline = time.monotonic() + patience_seconds
-        try:
-            while self._queue.get_num_unfinalized_calls():
-                self.poll()
-                if time.monotonic() > deadline:
-                    raise CheckpointWriterError("the background checkpoint writer is stuck")
-                time.sleep(0.01)
-            self.check_alive()
-        except CheckpointWriterError:
-            self._replace()
-        self.forget()
-
-    def _replace(self) -> None:
-        self._queue.close(abort=True)
-        self._manager.shutdown()
-        self._start()
-
-    def close(self) -> None:
-        """End the worker and the results queue, dropping a save that is in flight."""
-        self.recover()
-        self._queue.close()
+    def close(self, *, abort: bool = False) -> None:
+        """End the worker and the results queue; with `abort` at once, else after the save in flight."""
+        if self._queue is None:
+            return
+        if not abort:
+            self.get_ready()
+        self._queue.close(abort=abort)
+        self._queue = None
         self._manager.shutdown()
         filesystem_async._results_queue = None
 
