@@ -160,6 +160,11 @@ class CheckpointConfig(Config):
     directory: str
     interval_steps: PositiveInt
     keep_latest: Annotated[int, Field(ge=1)] = 2
+    commit_within_steps: PositiveInt | None = Field(
+        None,
+        description="wait for a save that is not committed this many steps after it began; 1 bounds the steps lost "
+        "to interval_steps, unset lets a slow storage lengthen the loss instead of the step",
+    )
 
 
 class InProcessRestart(Config):

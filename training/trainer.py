@@ -73,6 +73,7 @@ class Trainer:
             config.faults, run_directory=Path(config.run_directory), rank=process.rank, events=process.events
         )
         self.last_loss: float | None = None
+        self.saved_step = 0
 
     def restore(self) -> int:
         """Load the newest committed checkpoint; returns its step, 0 for a fresh start. Collective."""
@@ -100,6 +101,7 @@ class Trainer:
         """Start a durable save of the state after `step`. Collective; blocks for staging only."""
         manifest = {"world_size": self.process.world_size, "loss": self.last_loss, "identity": self.config.identity()}
         self.checkpointer.save(self._state(), step=step, manifest=manifest)
+        self.saved_step = step
 
     def _state(self) -> dict[str, Any]:
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer, options=_STATE_OPTIONS)
@@ -216,7 +218,9 @@ def _checkpoint(trainer: Trainer, step: int) -> None:
     last = step == config.total_steps
     if trainer.checkpointer.saving:
         started_t = time.time()
-        committed = trainer.checkpointer.poll()
+        overdue = config.checkpoint.commit_within_steps
+        must_wait = overdue is not None and step - trainer.saved_step >= overdue
+        committed = trainer.checkpointer.wait() if must_wait else trainer.checkpointer.poll()
         events.write("stall", step=step, started_t=started_t, phase="finalize")
         _record(trainer, committed)
     if step % config.checkpoint.interval_steps == 0 or last:
