@@ -10,10 +10,8 @@ from training.config import Config, PositiveInt
 
 # Registry accounts of EKS's own images by region (EKS user guide, "View Amazon container image registries for EKS
 # add-ons"): the EFA device plugin's chart names us-west-2 only. One row more is what a new region needs.
-_EKS_IMAGE_ACCOUNT = "602401143452"
-EKS_IMAGE_ACCOUNTS: dict[str, str] = {
-    region: _EKS_IMAGE_ACCOUNT
-    for region in (
+EKS_IMAGE_ACCOUNTS: dict[str, str] = dict.fromkeys(
+    (
         "ap-northeast-1",
         "ap-northeast-2",
         "ap-northeast-3",
@@ -31,8 +29,9 @@ EKS_IMAGE_ACCOUNTS: dict[str, str] = {
         "us-east-2",
         "us-west-1",
         "us-west-2",
-    )
-}
+    ),
+    "602401143452",
+)
 
 # FSx for Lustre, PERSISTENT_2 on SSD (AWS::FSx::FileSystem: StorageCapacity, PerUnitStorageThroughput,
 # MetadataConfiguration). CloudFormation finds a wrong one only after minutes (terraform-provider-aws #24341).
@@ -79,7 +78,8 @@ class OnDemandCapacityReservation(_Reserved):
 
     kind: Literal["odcr"]
     placement_group: str | None = Field(
-        None, description="the cluster placement group that the reservation was created in, if it was created in one"
+        default=None,
+        description="the cluster placement group that the reservation was created in, if it was created in one",
     )
 
 
@@ -88,7 +88,8 @@ class CapacityBlock(_Reserved):
 
     kind: Literal["capacity_block"]
     started: bool = Field(
-        False, description="set once the block's start time has passed: before it every launch fails, so no node is asked for"
+        default=False,
+        description="set once the block's start time has passed: before it every launch fails, so no node is asked for",
     )
 
 
@@ -101,14 +102,18 @@ Capacity = Annotated[
 class StorageConfig(Config):
     """FSx for Lustre, PERSISTENT_2 on SSD, in the GPU zone."""
 
-    capacity_gib: PositiveInt = Field(4800, description="1200, 2400 or a multiple of 2400")
+    capacity_gib: PositiveInt = Field(default=4800, description="1200, 2400 or a multiple of 2400")
     throughput_mb_per_tib: Literal[125, 250, 500, 1000] = Field(
-        500, description="MB/s per TiB of capacity; with 4800 GiB, 500 is 2.3 GB/s for checkpoints and data together"
+        default=500,
+        description="MB/s per TiB of capacity; with 4800 GiB, 500 is 2.3 GB/s for checkpoints and data together",
     )
     metadata_iops: PositiveInt | None = Field(
-        None, description="1500, 3000, 6000 or a multiple of 12000 up to 192000; left out, FSx scales it with capacity"
+        default=None,
+        description="1500, 3000, 6000 or a multiple of 12000 up to 192000; left out, FSx scales it with capacity",
     )
-    retain_data: bool = Field(True, description="keep the file system, its key and the images when the stacks go")
+    retain_data: bool = Field(
+        default=True, description="keep the file system, its key and the images when the stacks go"
+    )
 
     @field_validator("capacity_gib")
     @classmethod
@@ -141,21 +146,23 @@ class ClusterConfig(Config):
     region: str
     availability_zone: str = Field(description="GPU nodes, FSx and EFA traffic live in this one zone")
     second_availability_zone: str = Field(description="EKS wants its control plane in two zones; no GPU node goes here")
-    vpc_cidr: str = Field("10.0.0.0/16", description="/16 to /20; the GPU subnet is its upper half")
+    vpc_cidr: str = Field(default="10.0.0.0/16", description="/16 to /20; the GPU subnet is its upper half")
     kubernetes_version: Literal["1.36"] = Field(
-        "1.36", description="a version in EKS standard support, with a row of add-on versions in stacks/addons.py"
+        default="1.36",
+        description="a version in EKS standard support, with a row of add-on versions in stacks/addons.py",
     )
     ami_release_version: str | None = Field(
-        None, description="pins the GPU nodes' AMI, such as 1.36.0-20261101; left out, EKS takes the newest at creation"
+        default=None,
+        description="pins the GPU nodes' AMI, such as 1.36.0-20261101; left out, EKS takes the newest at creation",
     )
     endpoint_public_cidrs: tuple[str, ...] = Field(
-        (), description="networks that may reach the API server from the internet; left out, only the VPC may"
+        default=(), description="networks that may reach the API server from the internet; left out, only the VPC may"
     )
     capacity: Capacity = OnDemand()
     storage: StorageConfig = StorageConfig()
     system_nodes: SystemNodesConfig = SystemNodesConfig()
     root_volume_gib: Annotated[int, Field(ge=50, le=16_384)] = Field(
-        100, description="the GPU nodes' EBS root; images and scratch live on the instance's own NVMe"
+        default=100, description="the GPU nodes' EBS root; images and scratch live on the instance's own NVMe"
     )
 
     @field_validator("region")
@@ -179,7 +186,9 @@ class ClusterConfig(Config):
     def _narrow_allow_list(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for cidr in value:
             if _network(cidr).prefixlen == 0:
-                raise ValueError(f"{cidr} opens the API server to everyone; list your own networks, such as 198.51.100.7/32")
+                raise ValueError(
+                    f"{cidr} opens the API server to everyone; list your own networks, such as 198.51.100.7/32"
+                )
         return value
 
     @model_validator(mode="after")
@@ -187,10 +196,12 @@ class ClusterConfig(Config):
         for field in ("availability_zone", "second_availability_zone"):
             zone = getattr(self, field)
             if not re.fullmatch(re.escape(self.region) + "[a-z]", zone):
-                raise ValueError(f"{field} {zone} is no zone of region {self.region}; choose one such as {self.region}a")
+                raise ValueError(
+                    f"{field} {zone} is no zone of region {self.region}; choose one such as {self.region}a"
+                )
         if self.availability_zone == self.second_availability_zone:
             raise ValueError(
-                f"second_availability_zone {self.second_availability_zone} is the GPU zone; EKS needs another one, choose it"
+                f"second_availability_zone {self.second_availability_zone} is the GPU zone; choose another, EKS wants two"
             )
         release = self.ami_release_version
         if release is not None and not re.fullmatch(re.escape(self.kubernetes_version) + r"\.\d+-\d{8}", release):
@@ -215,4 +226,6 @@ def _network(cidr: str) -> IPv4Network:
     try:
         return IPv4Network(cidr)
     except (AddressValueError, NetmaskValueError, ValueError) as error:
-        raise ValueError(f"{cidr} is no IPv4 network ({error}); write the network's first address and a /prefix") from error
+        raise ValueError(
+            f"{cidr} is no IPv4 network ({error}); write the network's first address and a /prefix"
+        ) from error

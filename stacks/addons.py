@@ -7,7 +7,7 @@ from typing import Any
 import aws_cdk as cdk
 from aws_cdk import aws_eks_v2 as eks
 from aws_cdk import aws_iam as iam
-from constructs import Construct, IDependable
+from constructs import Construct
 
 from config import names
 from config.cluster import ClusterConfig
@@ -128,20 +128,18 @@ class ManagedAddons(Construct):
     `CfnAddon`, since the L2 add-on knows no Pod Identity (aws-cdk-lib 2.275).
     """
 
-    def __init__(self, scope: Construct, id_: str, *, cluster: eks.Cluster, before_nodes: bool) -> None:
+    def __init__(self, scope: Construct, id_: str, *, cluster: eks.ICluster, before_nodes: bool) -> None:
         super().__init__(scope, id_)
-        for addon in MANAGED_ADDONS:
-            if addon.before_nodes == before_nodes:
-                self._add(cluster, addon)
+        self.addons = [self._addon(cluster, addon) for addon in MANAGED_ADDONS if addon.before_nodes == before_nodes]
 
-    def _add(self, cluster: eks.Cluster, addon: ManagedAddon) -> None:
+    def _addon(self, cluster: eks.ICluster, addon: ManagedAddon) -> eks.CfnAddon:
         associations = None
         if addon.service_account is not None:
             association = eks.CfnAddon.PodIdentityAssociationProperty(
                 role_arn=self._role(addon).role_arn, service_account=addon.service_account
             )
             associations = [association]
-        eks.CfnAddon(
+        return eks.CfnAddon(
             self,
             addon.id_,
             cluster_name=cluster.cluster_name,
@@ -154,23 +152,26 @@ class ManagedAddons(Construct):
 
     def _role(self, addon: ManagedAddon) -> iam.Role:
         principal = iam.ServicePrincipal("pods.eks.amazonaws.com")
-        role = iam.Role(self, f"{addon.id_}Role", assumed_by=principal, description=f"Pod Identity of {addon.name}")
-        assert role.assume_role_policy is not None
-        # Pod Identity tags its sessions; without this second action every assume fails.
-        role.assume_role_policy.add_statements(
-            iam.PolicyStatement(actions=["sts:TagSession"], principals=[principal])
+        statement = iam.PolicyStatement(actions=list(addon.actions), resources=["*"])
+        role = iam.Role(
+            self,
+            f"{addon.id_}Role",
+            # Pod Identity tags its sessions: without the second action every assume fails.
+            assumed_by=iam.SessionTagsPrincipal(principal),  # pyright: ignore[reportArgumentType]
+            description=f"Pod Identity of the add-on {addon.name}",
+            inline_policies={"addon": iam.PolicyDocument(statements=[statement])} if addon.actions else None,
         )
         if addon.managed_policy is not None:
             role.add_managed_policy(iam.ManagedPolicy.from_aws_managed_policy_name(addon.managed_policy))
-        if addon.actions:
-            role.add_to_policy(iam.PolicyStatement(actions=list(addon.actions), resources=["*"]))
         return role
 
 
 class HelmReleases(Construct):
-    """Installs the Helm charts through the cluster's kubectl provider."""
+    """Installs the Helm charts through the cluster's kubectl provider, after the add-ons."""
 
-    def __init__(self, scope: Construct, id_: str, *, cluster: eks.Cluster, config: ClusterConfig, after: IDependable) -> None:
+    def __init__(
+        self, scope: Construct, id_: str, *, cluster: eks.ICluster, config: ClusterConfig, after: ManagedAddons
+    ) -> None:
         super().__init__(scope, id_)
         for release in helm_releases(config):
             chart = eks.HelmChart(
@@ -186,4 +187,4 @@ class HelmReleases(Construct):
                 values=release.values,
                 timeout=cdk.Duration.minutes(10),
             )
-            chart.node.add_dependency(after)
+            chart.node.add_dependency(*after.addons)

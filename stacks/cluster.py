@@ -1,6 +1,6 @@
 """The EKS cluster: control plane, add-ons, system and GPU nodes, and the objects that every job expects."""
 
-from typing import Any
+from typing import Any, cast
 
 import aws_cdk as cdk
 from aws_cdk import aws_ec2 as ec2
@@ -34,6 +34,9 @@ class ClusterStack(cdk.Stack):
 
     Network add-ons before any node (nodes are not ready without a CNI), system nodes before the add-ons that are
     Deployments, those before the charts.
+
+    The casts and ignores for type checkers: jsii's Python protocols differ from their own classes in the names of
+    parameters, so that no class matches its interface.
     """
 
     def __init__(
@@ -59,10 +62,11 @@ class ClusterStack(cdk.Stack):
         gpu = GpuNodegroup(
             self, "GpuNodegroup", config=config, job=job, cluster=self.cluster, network=network, node_role=role
         )
-        for nodegroup in (system, gpu):
-            nodegroup.node.add_dependency(network_addons)
+        for nodegroup in (system.nodegroup, gpu.nodegroup):
+            nodegroup.node.add_dependency(*network_addons.addons)
         addons = ManagedAddons(self, "Addons", cluster=self.cluster, before_nodes=False)
-        addons.node.add_dependency(system)
+        for addon in addons.addons:
+            addon.node.add_dependency(system.nodegroup)
         HelmReleases(self, "HelmReleases", cluster=self.cluster, config=config, after=addons)
         ClusterObjects(
             self,
@@ -79,17 +83,19 @@ class ClusterStack(cdk.Stack):
 
         The cluster's creator is CloudFormation's role, which no human can use: without an entry nobody gets in.
         """
-        role = iam.Role(
+        return iam.Role(
             self,
             "AdminRole",
-            assumed_by=iam.AccountRootPrincipal(),
+            assumed_by=iam.AccountRootPrincipal(),  # pyright: ignore[reportArgumentType]
             description="Administrators of the training cluster: allow sts:AssumeRole on it to let somebody in",
         )
-        return role
 
-    def _cluster(self, config: ClusterConfig, vpc: ec2.Vpc, admin_role: iam.Role) -> eks.Cluster:
+    def _cluster(self, config: ClusterConfig, vpc: ec2.Vpc, admin_role: iam.Role) -> eks.ICluster:
         secrets_key = kms.Key(
-            self, "SecretsKey", description="Kubernetes secrets", enable_key_rotation=True,
+            self,
+            "SecretsKey",
+            description="Kubernetes secrets",
+            enable_key_rotation=True,
             removal_policy=cdk.RemovalPolicy.DESTROY,
         )
         cluster = eks.Cluster(
@@ -105,7 +111,7 @@ class ClusterStack(cdk.Stack):
             # Add-ons come pinned from our table; changing this later would replace the cluster.
             bootstrap_self_managed_addons=False,
             bootstrap_cluster_creator_admin_permissions=False,
-            masters_role=admin_role,
+            masters_role=admin_role,  # pyright: ignore[reportArgumentType]
             secrets_encryption_key=secrets_key,
             cluster_logging=list(_LOGS),
             kubectl_provider_options=eks.KubectlProviderOptions(kubectl_layer=KubectlV36Layer(self, "KubectlLayer")),
@@ -116,7 +122,7 @@ class ClusterStack(cdk.Stack):
         # Not a property of the L2. At the end of standard support EKS upgrades, instead of charging six times as much.
         resource.add_property_override("UpgradePolicy.SupportType", "STANDARD")
         admin_role.add_to_policy(iam.PolicyStatement(actions=["eks:DescribeCluster"], resources=[cluster.cluster_arn]))
-        return cluster
+        return cast(eks.ICluster, cluster)
 
     def _outputs(self, admin_role: iam.Role, gpu: GpuNodegroup) -> None:
         name = self.cluster.cluster_name

@@ -20,7 +20,7 @@ class ClusterObjects(Construct):
         scope: Construct,
         id_: str,
         *,
-        cluster: eks.Cluster,
+        cluster: eks.ICluster,
         namespace: str,
         storage: StorageConfig,
         file_system: fsx.CfnFileSystem,

@@ -102,7 +102,7 @@ class GpuNodegroup(Construct):
         *,
         config: ClusterConfig,
         job: JobConfig,
-        cluster: eks.Cluster,
+        cluster: eks.ICluster,
         network: NetworkStack,
         node_role: iam.Role,
     ) -> None:
@@ -165,7 +165,7 @@ class GpuNodegroup(Construct):
     def _nodegroup(
         self,
         count: int,
-        cluster: eks.Cluster,
+        cluster: eks.ICluster,
         network: NetworkStack,
         node_role: iam.Role,
         template: ec2.CfnLaunchTemplate,
@@ -177,7 +177,7 @@ class GpuNodegroup(Construct):
             "Nodegroup",
             cluster_name=cluster.cluster_name,
             node_role=node_role.role_arn,
-            # One subnet: EFA does not cross subnets, and a second zone means failed launches (containers-roadmap #2204).
+            # One: EFA does not cross subnets, and a second zone means failed launches (containers-roadmap #2204).
             subnets=[network.gpu_subnet.subnet_id],
             ami_type="AL2023_x86_64_NVIDIA",
             version=self._config.kubernetes_version if self._config.ami_release_version is None else None,
@@ -195,9 +195,7 @@ class GpuNodegroup(Construct):
                 max_unavailable=1, update_strategy=self._purchase.update_strategy
             ),
             labels=_labels(self._instance),
-            taints=[
-                eks.CfnNodegroup.TaintProperty(key=names.GPU_TAINT_KEY, value="true", effect="NO_SCHEDULE")
-            ],
+            taints=[eks.CfnNodegroup.TaintProperty(key=names.GPU_TAINT_KEY, value="true", effect="NO_SCHEDULE")],
             node_repair_config=eks.CfnNodegroup.NodeRepairConfigProperty(enabled=True),
         )
 

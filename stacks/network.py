@@ -1,6 +1,6 @@
 """The VPC: public and private subnets in two zones, one GPU subnet, and the security groups of EFA and Lustre."""
 
-from typing import Any
+from typing import Any, cast
 
 import aws_cdk as cdk
 from aws_cdk import aws_ec2 as ec2
@@ -46,10 +46,11 @@ class NetworkStack(cdk.Stack):
         cdk.Tags.of(self.gpu_subnet).add("Name", f"{self.stack_name}/gpu")
         self.gpu_subnet.add_default_nat_route(nat.configured_gateways[0].gateway_id)
         # Image layers and data sets come from S3: past the NAT gateway, which bills by the gigabyte.
+        private: list[ec2.ISubnet] = [*self.vpc.private_subnets, cast(ec2.ISubnet, self.gpu_subnet)]
         self.vpc.add_gateway_endpoint(
             "S3",
             service=ec2.GatewayVpcEndpointAwsService.S3,
-            subnets=[ec2.SubnetSelection(subnets=[*self.vpc.private_subnets, self.gpu_subnet])],
+            subnets=[ec2.SubnetSelection(subnets=private)],
         )
         self.efa_security_group = self._efa_security_group()
         self.fsx_security_group = self._fsx_security_group()

@@ -13,7 +13,7 @@ def node_role(scope: Construct, id_: str) -> iam.Role:
     return iam.Role(
         scope,
         id_,
-        assumed_by=iam.ServicePrincipal("ec2.amazonaws.com"),
+        assumed_by=iam.ServicePrincipal("ec2.amazonaws.com"),  # pyright: ignore[reportArgumentType]
         managed_policies=[iam.ManagedPolicy.from_aws_managed_policy_name(name) for name in policies],
     )
 

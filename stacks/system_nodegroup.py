@@ -16,7 +16,14 @@ class SystemNodegroup(Construct):
     """A managed node group in both private subnets, without taints: whatever tolerates nothing lands here."""
 
     def __init__(
-        self, scope: Construct, id_: str, *, config: ClusterConfig, cluster: eks.Cluster, vpc: ec2.Vpc, node_role: iam.Role
+        self,
+        scope: Construct,
+        id_: str,
+        *,
+        config: ClusterConfig,
+        cluster: eks.ICluster,
+        vpc: ec2.Vpc,
+        node_role: iam.Role,
     ) -> None:
         super().__init__(scope, id_)
         template = ec2.CfnLaunchTemplate(
@@ -40,9 +47,7 @@ class SystemNodegroup(Construct):
             launch_template=eks.CfnNodegroup.LaunchTemplateSpecificationProperty(
                 id=template.ref, version=template.attr_latest_version_number
             ),
-            scaling_config=eks.CfnNodegroup.ScalingConfigProperty(
-                min_size=count, desired_size=count, max_size=count
-            ),
+            scaling_config=eks.CfnNodegroup.ScalingConfigProperty(min_size=count, desired_size=count, max_size=count),
             update_config=eks.CfnNodegroup.UpdateConfigProperty(max_unavailable=1),
             labels={names.NODE_ROLE_LABEL: names.NODE_ROLE_SYSTEM},
             node_repair_config=eks.CfnNodegroup.NodeRepairConfigProperty(enabled=True),
