@@ -201,7 +201,8 @@ class ClusterConfig(Config):
                 )
         if self.availability_zone == self.second_availability_zone:
             raise ValueError(
-                f"second_availability_zone {self.second_availability_zone} is the GPU zone; choose another, EKS wants two"
+                f"second_availability_zone {self.second_availability_zone} is the GPU zone; "
+                "EKS needs two, choose another"
             )
         release = self.ami_release_version
         if release is not None and not re.fullmatch(re.escape(self.kubernetes_version) + r"\.\d+-\d{8}", release):
