@@ -66,7 +66,9 @@ def build(app: cdk.App, deployment: DeploymentConfig) -> Stacks:
 
 def main() -> None:
     """Synthesize the deployment that the context names; a bad one is a line on stderr and exit code 2."""
-    app = cdk.App(analytics_reporting=False)
+    # Stack traces of constructs name jsii's temporary directory and no line of ours: without them an assembly repeats
+    # byte for byte. Not in cdk.json, whose reader reserves keys that begin with aws:.
+    app = cdk.App(analytics_reporting=False, context={"aws:cdk:disable-creation-stack-traces": True})
     try:
         build(app, load(_deployment_path(app.node.try_get_context("deployment"))))
     except ValueError as error:
