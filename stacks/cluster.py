@@ -57,7 +57,7 @@ class ClusterStack(cdk.Stack):
 
         network_addons = ManagedAddons(self, "NetworkAddons", cluster=self.cluster, before_nodes=True)
         system = SystemNodegroup(
-            self, "SystemNodegroup", config=config, cluster=self.cluster, vpc=network.vpc, node_role=role
+            self, "SystemNodegroup", config=config, cluster=self.cluster, network=network, node_role=role
         )
         gpu = GpuNodegroup(
             self, "GpuNodegroup", config=config, job=job, cluster=self.cluster, network=network, node_role=role

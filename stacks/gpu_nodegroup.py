@@ -111,7 +111,11 @@ class GpuNodegroup(Construct):
         self._config = config
         self._instance = job.instance
         self._purchase = _purchase(config.capacity)
-        groups = [cluster.cluster_security_group_id, network.efa_security_group.security_group_id]
+        groups = [
+            cluster.cluster_security_group_id,
+            network.efa_security_group.security_group_id,
+            network.lustre_client_security_group.security_group_id,
+        ]
         template = self._launch_template(groups)
         self.nodegroup = self._nodegroup(job.pod_count, cluster, network, node_role, template)
 

@@ -53,6 +53,9 @@ class NetworkStack(cdk.Stack):
             subnets=[ec2.SubnetSelection(subnets=private)],
         )
         self.efa_security_group = self._efa_security_group()
+        self.lustre_client_security_group = ec2.SecurityGroup(
+            self, "LustreClientSecurityGroup", vpc=self.vpc, description="Nodes that mount FSx for Lustre"
+        )
         self.fsx_security_group = self._fsx_security_group()
 
     def _efa_security_group(self) -> ec2.SecurityGroup:
@@ -77,17 +80,18 @@ class NetworkStack(cdk.Stack):
         return group
 
     def _fsx_security_group(self) -> ec2.SecurityGroup:
-        """Lustre between the file servers and the GPU nodes, both ways.
+        """Lustre between the file servers and the nodes, both ways.
 
         The rules stand in this stack, and so before the file system: rules added later do not reach its data servers
-        (bottlerocket #3459).
+        (bottlerocket #3459). Hence a client group of its own, instead of the one that EKS makes with the cluster.
         """
         group = ec2.SecurityGroup(
             self, "FsxSecurityGroup", vpc=self.vpc, description="FSx for Lustre servers", allow_all_outbound=False
         )
+        clients = self.lustre_client_security_group
         for port in LUSTRE_PORTS:
-            for peer, name in ((group, "the servers"), (self.efa_security_group, "the GPU nodes")):
+            for peer, name in ((group, "the servers"), (clients, "the nodes")):
                 group.add_ingress_rule(peer, port, f"Lustre from {name}")
                 group.add_egress_rule(peer, port, f"Lustre to {name}")
-            self.efa_security_group.add_ingress_rule(group, port, "Lustre from the servers")
+            clients.add_ingress_rule(group, port, "Lustre from the servers")
         return group

@@ -23,16 +23,10 @@ def cdk_command():
     return str(command)
 
 
-def synth(command, output, environment):
-    app = f"{sys.executable} app.py"
-    return subprocess.run(
-        [command, "synth", "--quiet", "--app", app, "--output", str(output)],
-        cwd=ROOT,
-        env=environment,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
+def start_synth(command, output, environment):
+    arguments = ["synth", "--quiet", "--app", f"{sys.executable} app.py", "--output", str(output)]
+    return subprocess.Popen(
+        [command, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -42,9 +36,9 @@ def files(directory):
 
 def test_two_real_synths_without_network_or_credentials_are_byte_identical(cdk_command, offline_environment, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    for output in (first, second):
-        done = synth(cdk_command, output, offline_environment)
-        assert done.returncode == 0, done.stderr
+    for synth in [start_synth(cdk_command, output, offline_environment) for output in (first, second)]:
+        said, _ = synth.communicate(timeout=240)
+        assert synth.returncode == 0, said
     assert {f"{name}.template.json" for name in ("Network", "Storage", "Image", "Cluster")} <= {
         path.name for path in files(first)
     }

@@ -127,6 +127,13 @@ def test_system_nodes_are_labelled_untainted_and_in_both_zones(cluster, only):
     assert group["ScalingConfig"]["DesiredSize"] == 2
 
 
+def test_system_nodes_join_the_cluster_and_may_mount_the_file_system(cluster, only):
+    data = only(cluster, "AWS::EC2::LaunchTemplate", "System")[1]["Properties"]["LaunchTemplateData"]
+    cluster_group, lustre_group = data["SecurityGroupIds"]
+    assert cluster_group["Fn::GetAtt"][1] == "ClusterSecurityGroupId"
+    assert "LustreClientSecurityGroup" in lustre_group["Fn::ImportValue"]
+
+
 def charts(template):
     found = [r["Properties"] for r in template.find_resources("Custom::AWSCDK-EKS-HelmChart").values()]
     return {chart["Chart"]: {**chart, "Values": json.loads(chart["Values"])} for chart in found}

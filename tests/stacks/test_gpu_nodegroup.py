@@ -49,11 +49,12 @@ def test_p6_b300_has_no_efa_on_card_0(synthesize, launch_template):
     assert [kind for card, _, kind in layout(data) if card == 0] == ["interface"]
 
 
-def test_every_interface_carries_the_cluster_and_the_efa_security_group(cluster, launch_template):
+def test_every_interface_carries_the_security_groups_of_cluster_efa_and_lustre(cluster, launch_template):
     for nic in launch_template(cluster)["NetworkInterfaces"]:
-        cluster_group, efa_group = nic["Groups"]
+        cluster_group, efa_group, lustre_group = nic["Groups"]
         assert cluster_group["Fn::GetAtt"][1] == "ClusterSecurityGroupId"
         assert "EfaSecurityGroup" in efa_group["Fn::ImportValue"]
+        assert "LustreClientSecurityGroup" in lustre_group["Fn::ImportValue"]
 
 
 def test_interfaces_ask_for_no_address_subnet_or_public_ip(cluster, launch_template):

@@ -41,7 +41,7 @@ def test_efa_security_group_carries_no_cluster_tag(efa):
 
 
 @pytest.mark.parametrize(("low", "high"), [(988, 988), (1018, 1023)])
-@pytest.mark.parametrize("peer", ["Efa", "Fsx"])
+@pytest.mark.parametrize("peer", ["LustreClient", "Fsx"])
 def test_lustre_ports_are_open_both_ways_between_servers_and_nodes(network, only, fsx, peer, low, high):
     ports = {"IpProtocol": "tcp", "FromPort": low, "ToPort": high}
     servers, other = group_id(fsx[0]), group_id(only(network, "AWS::EC2::SecurityGroup", peer)[0])
