@@ -1,10 +1,232 @@
 """The `cluster:` section: what CloudFormation builds around the job."""
 
-from training.config import Config
+import re
+from ipaddress import AddressValueError, IPv4Network, NetmaskValueError
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from training.config import Config, PositiveInt
+
+# Registry accounts of EKS's own images by region (EKS user guide, "View Amazon container image registries for EKS
+# add-ons"): the EFA device plugin's chart names us-west-2 only. One row more is what a new region needs.
+EKS_IMAGE_ACCOUNTS: dict[str, str] = dict.fromkeys(
+    (
+        "ap-northeast-1",
+        "ap-northeast-2",
+        "ap-northeast-3",
+        "ap-south-1",
+        "ap-southeast-1",
+        "ap-southeast-2",
+        "ca-central-1",
+        "eu-central-1",
+        "eu-north-1",
+        "eu-west-1",
+        "eu-west-2",
+        "eu-west-3",
+        "sa-east-1",
+        "us-east-1",
+        "us-east-2",
+        "us-west-1",
+        "us-west-2",
+    ),
+    "602401143452",
+)
+
+# FSx for Lustre, PERSISTENT_2 on SSD (AWS::FSx::FileSystem: StorageCapacity, PerUnitStorageThroughput,
+# MetadataConfiguration). CloudFormation finds a wrong one only after minutes (terraform-provider-aws #24341).
+FSX_CAPACITY_STEP_GIB = 2400
+FSX_MIN_CAPACITY_GIB = 1200
+FSX_METADATA_IOPS = (1500, 3000, 6000, *range(12_000, 192_001, 12_000))
+
+# Widest and narrowest range that EC2 gives a VPC is /16 to /28; half of a /20 is the /21 that the GPU subnet needs.
+_VPC_PREFIX_RANGE = (16, 20)
+
+ReservationId = Annotated[str, Field(description="EC2 capacity reservation, cr-...")]
+
+
+class _Reserved(Config):
+    """What the two kinds of reservation share: the id of the reservation."""
+
+    reservation_id: ReservationId
+
+    @field_validator("reservation_id")
+    @classmethod
+    def _shape_of_id(cls, value: str) -> str:
+        # An empty or mis-typed id reaches EC2 as an open launch, outside the reservation (eksctl #8320, #8542).
+        if not re.fullmatch(r"cr-[0-9a-f]{8,17}", value):
+            raise ValueError(
+                "must be cr- and 8 to 17 hexadecimal digits; copy it from `aws ec2 describe-capacity-reservations`"
+            )
+        return value
+
+
+class OnDemand(Config):
+    """Pay as you go, in a cluster placement group of the deployment's own."""
+
+    kind: Literal["on_demand"] = "on_demand"
+
+
+class Spot(Config):
+    """Spare capacity that EC2 may take back with two minutes' notice; any free host of the zone, no placement group."""
+
+    kind: Literal["spot"]
+
+
+class OnDemandCapacityReservation(_Reserved):
+    """An on-demand capacity reservation (ODCR) that you already pay for."""
+
+    kind: Literal["odcr"]
+    placement_group: str | None = Field(
+        default=None,
+        description="the cluster placement group that the reservation was created in, if it was created in one",
+    )
+
+
+class CapacityBlock(_Reserved):
+    """A Capacity Block for ML: nodes for a booked time span, already placed in one UltraCluster."""
+
+    kind: Literal["capacity_block"]
+    started: bool = Field(
+        default=False,
+        description="set once the block's start time has passed: before it every launch fails, so no node is asked for",
+    )
+
+
+Capacity = Annotated[
+    OnDemand | Spot | OnDemandCapacityReservation | CapacityBlock,
+    Field(discriminator="kind", description="how the GPU nodes are bought; everything that depends on it follows"),
+]
+
+
+class StorageConfig(Config):
+    """FSx for Lustre, PERSISTENT_2 on SSD, in the GPU zone."""
+
+    capacity_gib: PositiveInt = Field(default=4800, description="1200, 2400 or a multiple of 2400")
+    throughput_mb_per_tib: Literal[125, 250, 500, 1000] = Field(
+        default=500,
+        description="MB/s per TiB of capacity; with 4800 GiB, 500 is 2.3 GB/s for checkpoints and data together",
+    )
+    metadata_iops: PositiveInt | None = Field(
+        default=None,
+        description="1500, 3000, 6000 or a multiple of 12000 up to 192000; left out, FSx scales it with capacity",
+    )
+    retain_data: bool = Field(
+        default=True, description="keep the file system, its key and the images when the stacks go"
+    )
+
+    @field_validator("capacity_gib")
+    @classmethod
+    def _capacity_step(cls, value: int) -> int:
+        if value != FSX_MIN_CAPACITY_GIB and value % FSX_CAPACITY_STEP_GIB:
+            above = -(-value // FSX_CAPACITY_STEP_GIB) * FSX_CAPACITY_STEP_GIB
+            raise ValueError(f"FSx offers 1200, 2400 and multiples of 2400 GiB; choose {above}")
+        return value
+
+    @field_validator("metadata_iops")
+    @classmethod
+    def _metadata_step(cls, value: int | None) -> int | None:
+        if value is not None and value not in FSX_METADATA_IOPS:
+            higher = [step for step in FSX_METADATA_IOPS if step > value]
+            fix = higher[0] if higher else FSX_METADATA_IOPS[-1]
+            raise ValueError(f"FSx offers 1500, 3000, 6000 and multiples of 12000 up to 192000; choose {fix}")
+        return value
+
+
+class SystemNodesConfig(Config):
+    """The small CPU nodes that run controllers, CoreDNS and the rendezvous, away from the GPU nodes' faults."""
+
+    instance_type: str = "m7i.xlarge"
+    node_count: PositiveInt = 2
 
 
 class ClusterConfig(Config):
     """One EKS cluster in one region, with its GPU nodes in one availability zone."""
 
     region: str
-    availability_zone: str
+    availability_zone: str = Field(description="GPU nodes, FSx and EFA traffic live in this one zone")
+    second_availability_zone: str = Field(description="EKS wants its control plane in two zones; no GPU node goes here")
+    vpc_cidr: str = Field(default="10.0.0.0/16", description="/16 to /20; the GPU subnet is its upper half")
+    kubernetes_version: Literal["1.36"] = Field(
+        default="1.36",
+        description="a version in EKS standard support, with a row of add-on versions in stacks/addons.py",
+    )
+    ami_release_version: str | None = Field(
+        default=None,
+        description="pins the GPU nodes' AMI, such as 1.36.0-20261101; left out, EKS takes the newest at creation",
+    )
+    endpoint_public_cidrs: tuple[str, ...] = Field(
+        default=(), description="networks that may reach the API server from the internet; left out, only the VPC may"
+    )
+    capacity: Capacity = OnDemand()
+    storage: StorageConfig = StorageConfig()
+    system_nodes: SystemNodesConfig = SystemNodesConfig()
+    root_volume_gib: Annotated[int, Field(ge=50, le=16_384)] = Field(
+        default=100, description="the GPU nodes' EBS root; images and scratch live on the instance's own NVMe"
+    )
+
+    @field_validator("region")
+    @classmethod
+    def _known_region(cls, value: str) -> str:
+        if value not in EKS_IMAGE_ACCOUNTS:
+            raise ValueError(f"unknown region; choose one of {', '.join(sorted(EKS_IMAGE_ACCOUNTS))}")
+        return value
+
+    @field_validator("vpc_cidr")
+    @classmethod
+    def _vpc_range(cls, value: str) -> str:
+        network = _network(value)
+        low, high = _VPC_PREFIX_RANGE
+        if not network.is_private or not low <= network.prefixlen <= high:
+            raise ValueError(f"must be a private range from /{low} to /{high}; write for example 10.0.0.0/16")
+        return value
+
+    @field_validator("endpoint_public_cidrs")
+    @classmethod
+    def _narrow_allow_list(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for cidr in value:
+            if _network(cidr).prefixlen == 0:
+                raise ValueError(
+                    f"{cidr} opens the API server to everyone; list your own networks, such as 198.51.100.7/32"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "ClusterConfig":
+        for field in ("availability_zone", "second_availability_zone"):
+            zone = getattr(self, field)
+            if not re.fullmatch(re.escape(self.region) + "[a-z]", zone):
+                raise ValueError(
+                    f"{field} {zone} is no zone of region {self.region}; choose one such as {self.region}a"
+                )
+        if self.availability_zone == self.second_availability_zone:
+            raise ValueError(
+                f"second_availability_zone {self.second_availability_zone} is the GPU zone; "
+                "EKS needs two, choose another"
+            )
+        release = self.ami_release_version
+        if release is not None and not re.fullmatch(re.escape(self.kubernetes_version) + r"\.\d+-\d{8}", release):
+            raise ValueError(
+                f"ami_release_version {release} is no release of Kubernetes {self.kubernetes_version}; "
+                f"write it like {self.kubernetes_version}.0-20261101"
+            )
+        return self
+
+    @property
+    def gpu_subnet_cidr(self) -> str:
+        """The upper half of the VPC: /21 at least, since the VPC CNI keeps up to 50 warm addresses on every node."""
+        return str(list(IPv4Network(self.vpc_cidr).subnets(prefixlen_diff=1))[1])
+
+    @property
+    def eks_image_registry(self) -> str:
+        """Host of the region's registry for EKS's own images."""
+        return f"{EKS_IMAGE_ACCOUNTS[self.region]}.dkr.ecr.{self.region}.amazonaws.com"
+
+
+def _network(cidr: str) -> IPv4Network:
+    try:
+        return IPv4Network(cidr)
+    except (AddressValueError, NetmaskValueError, ValueError) as error:
+        raise ValueError(
+            f"{cidr} is no IPv4 network ({error}); write the network's first address and a /prefix"
+        ) from error

@@ -1,0 +1,89 @@
+"""CDK entry: reads the context, loads one deployment file and declares its stacks."""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import aws_cdk as cdk
+
+from config.deployment import DeploymentConfig, load
+from stacks.cluster import ClusterStack
+from stacks.image import ImageStack
+from stacks.network import NetworkStack
+from stacks.storage import StorageStack
+
+DEPLOYMENTS = Path(__file__).parent / "deployments"
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The stacks of one deployment, in the order in which CloudFormation builds them."""
+
+    network: NetworkStack
+    storage: StorageStack
+    image: ImageStack
+    cluster: ClusterStack
+
+
+def build(app: cdk.App, deployment: DeploymentConfig) -> Stacks:
+    """Declare every stack of `deployment` in `app`.
+
+    Raises:
+        ValueError: the deployment has no cluster section, or its name can't begin a stack's name.
+    """
+    config = deployment.cluster
+    if config is None:
+        raise ValueError(
+            f"deployment {deployment.name} has no cluster section, so there is nothing to build on AWS; "
+            "add one (see deployments/p5-2node.yaml) or choose another deployment with -c deployment=NAME"
+        )
+    if not re.fullmatch(r"[A-Za-z][-A-Za-z0-9]{0,99}", deployment.name):
+        raise ValueError(
+            f"deployment {deployment.name!r} can't begin a stack's name (letters, digits and hyphens, a letter first); "
+            "rename the file"
+        )
+    # The region is fixed and the account is not: zones are named in the file, and whoever deploys owns the account.
+    env = cdk.Environment(region=config.region)
+    cdk.Tags.of(app).add("deployment", deployment.name)
+    network = NetworkStack(app, "Network", config=config, env=env, stack_name=f"{deployment.name}-network")
+    storage = StorageStack(
+        app, "Storage", config=config.storage, network=network, env=env, stack_name=f"{deployment.name}-storage"
+    )
+    image = ImageStack(app, "Image", config=config.storage, env=env, stack_name=f"{deployment.name}-image")
+    cluster = ClusterStack(
+        app,
+        "Cluster",
+        config=config,
+        job=deployment.job,
+        network=network,
+        storage=storage,
+        env=env,
+        stack_name=f"{deployment.name}-cluster",
+    )
+    return Stacks(network, storage, image, cluster)
+
+
+def main() -> None:
+    """Synthesize the deployment that the context names; a bad one is a line on stderr and exit code 2."""
+    # Stack traces of constructs name jsii's temporary directory and no line of ours: without them an assembly repeats
+    # byte for byte. Not in cdk.json, whose reader reserves keys that begin with aws:.
+    app = cdk.App(analytics_reporting=False, context={"aws:cdk:disable-creation-stack-traces": True})
+    try:
+        build(app, load(_deployment_path(app.node.try_get_context("deployment"))))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    app.synth()
+
+
+def _deployment_path(named: str | None) -> Path:
+    """A file as given, or a name in deployments/."""
+    if not named:
+        raise ValueError("no deployment named; pass -c deployment=NAME, a file in deployments/ or a path")
+    path = Path(named)
+    return path if path.suffix in (".yaml", ".yml") else DEPLOYMENTS / f"{named}.yaml"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Templates of the shipped deployment, and of variants of it, each synthesized once per run."""
+
+import json
+import os
+from pathlib import Path
+
+import aws_cdk as cdk
+import pytest
+import yaml
+from aws_cdk.assertions import Template
+
+from app import build
+from config.deployment import DeploymentConfig
+
+ROOT = Path(__file__).parents[2]
+# The settings of the real synth, but without copying the kubectl provider's 60 MB of Lambda code each time.
+CONTEXT = json.loads((ROOT / "cdk.json").read_text())["context"] | {"aws:cdk:disable-asset-staging": True}
+
+
+def merged(base: dict, changes: dict) -> dict:
+    """`base` with `changes` on top: a nested mapping is merged, unless it has a `kind`, which makes it another."""
+    result = dict(base)
+    for key, value in changes.items():
+        nested = isinstance(value, dict) and isinstance(base.get(key), dict) and "kind" not in value
+        result[key] = merged(base[key], value) if nested else value
+    return result
+
+
+@pytest.fixture(scope="session")
+def deployment_with():
+    """The p5-2node deployment with some settings changed: deployment_with(cluster={...}, job={...})."""
+    shipped = yaml.safe_load((ROOT / "deployments/p5-2node.yaml").read_text())
+
+    def change(**sections: dict) -> DeploymentConfig:
+        return DeploymentConfig.model_validate({"name": "p5-2node", **merged(shipped, sections)})
+
+    return change
+
+
+@pytest.fixture(scope="session")
+def synthesize(deployment_with, tmp_path_factory):
+    """synthesize(**sections) -> {"network": Template, "storage": ..., "image": ..., "cluster": ...}."""
+    done: dict[str, dict[str, Template]] = {}
+
+    def run(**sections: dict) -> dict[str, Template]:
+        key = json.dumps(sections, sort_keys=True)
+        if key not in done:
+            app = cdk.App(context=CONTEXT, analytics_reporting=False, outdir=str(tmp_path_factory.mktemp("cdk")))
+            stacks = build(app, deployment_with(**sections))
+            done[key] = {name: Template.from_stack(stack) for name, stack in vars(stacks).items()}
+        return done[key]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def templates(synthesize):
+    """The shipped p5-2node deployment."""
+    return synthesize()
+
+
+@pytest.fixture(scope="session")
+def network(templates):
+    return templates["network"]
+
+
+@pytest.fixture(scope="session")
+def storage(templates):
+    return templates["storage"]
+
+
+@pytest.fixture(scope="session")
+def cluster(templates):
+    return templates["cluster"]
+
+
+def _only(template: Template, kind: str, prefix: str) -> tuple[str, dict]:
+    found = [item for item in template.find_resources(kind).items() if item[0].startswith(prefix)]
+    assert len(found) == 1, f"{kind} {prefix}*: {[name for name, _ in found]}"
+    return found[0]
+
+
+@pytest.fixture(scope="session")
+def only():
+    """only(template, type, prefix) -> (logical id, resource): the one resource whose id begins with the prefix."""
+    return _only
+
+
+@pytest.fixture(scope="session")
+def launch_template():
+    """launch_template(cluster template) -> the GPU nodes' LaunchTemplateData."""
+
+    def find(template: Template) -> dict:
+        return _only(template, "AWS::EC2::LaunchTemplate", "Gpu")[1]["Properties"]["LaunchTemplateData"]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def nodegroup():
+    """nodegroup(cluster template) -> the GPU node group's properties."""
+
+    def find(template: Template) -> dict:
+        return _only(template, "AWS::EKS::Nodegroup", "Gpu")[1]["Properties"]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def offline_environment(tmp_path_factory) -> dict[str, str]:
+    """No credentials, no AWS settings, a home of its own, and a proxy that nothing answers on."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    nowhere = "http://127.0.0.1:9"
+    return environment | {
+        "HOME": str(tmp_path_factory.mktemp("home")),
+        # jsii unpacks its libraries there once; in an empty home that alone takes 8 s per process.
+        "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
+        "HTTP_PROXY": nowhere,
+        "HTTPS_PROXY": nowhere,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "CDK_DISABLE_CLI_TELEMETRY": "true",
+    }

@@ -1,0 +1,101 @@
+"""The real command line: cdk as pinned in package.json, and app.py as cdk starts it."""
+
+import filecmp
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import aws_cdk as cdk
+import pytest
+
+from app import build
+from config.deployment import load
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cdk_command():
+    command = ROOT / "node_modules/.bin/cdk"
+    if not command.exists():
+        pytest.fail("the cdk command line is missing: run `npm ci`")
+    return str(command)
+
+
+def start_synth(command, output, environment):
+    arguments = ["synth", "--quiet", "--app", f"{sys.executable} app.py", "--output", str(output)]
+    return subprocess.Popen(
+        [command, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def files(directory):
+    return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+
+
+def test_two_real_synths_without_network_or_credentials_are_byte_identical(cdk_command, offline_environment, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for synth in [start_synth(cdk_command, output, offline_environment) for output in (first, second)]:
+        said, _ = synth.communicate(timeout=240)
+        assert synth.returncode == 0, said
+    assert {f"{name}.template.json" for name in ("Network", "Storage", "Image", "Cluster")} <= {
+        path.name for path in files(first)
+    }
+    assert files(first) == files(second)
+    assert [path for path in files(first) if not filecmp.cmp(first / path, second / path, shallow=False)] == []
+
+
+def test_assembly_needs_no_lookup_and_no_account(templates):
+    for template in templates.values():
+        text = json.dumps(template.to_json())
+        assert "dummy-value-for" not in text
+        assert "Fn::GetAZs" not in text
+
+
+def run_app(environment, deployment):
+    context = json.dumps({"deployment": deployment})
+    return subprocess.run(
+        [sys.executable, "app.py"],
+        cwd=ROOT,
+        env=environment | {"CDK_CONTEXT_JSON": context},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def deployment_file(tmp_path):
+    def write(old, new):
+        text = (ROOT / "deployments/p5-2node.yaml").read_text()
+        assert old in text
+        path = tmp_path / "changed.yaml"
+        path.write_text(text.replace(old, new))
+        return path
+
+    return write
+
+
+def test_a_bad_deployment_is_one_line_and_exit_code_2(offline_environment, deployment_file):
+    path = deployment_file("capacity_gib: 4800", "capacity_gib: 3600")
+    done = run_app(offline_environment, str(path))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line.startswith(f"error: {path}: cluster.storage.capacity_gib: ")
+    assert "3600" in line
+
+
+def test_a_deployment_without_a_cluster_says_so(deployment_with):
+    deployment = load(ROOT / "deployments/local.yaml")
+    with pytest.raises(ValueError, match="deployment local has no cluster section") as caught:
+        build(cdk.App(), deployment)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_no_stack_can_have_is_an_error(deployment_with):
+    deployment = deployment_with().model_copy(update={"name": "2_nodes"})
+    with pytest.raises(ValueError, match="rename the file"):
+        build(cdk.App(), deployment)
