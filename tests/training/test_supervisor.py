@@ -211,7 +211,11 @@ def test_orphans_are_reaped_while_the_command_runs(supervise, tmp_path):
 
 def test_a_command_that_is_not_there_is_one_line(tmp_path):
     finished = subprocess.run(
-        [sys.executable, "-m", "training.supervisor", "--", "no-such-command"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "training.supervisor", "--", "no-such-command"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert finished.returncode == 127
     assert finished.stderr == "supervisor: cannot start no-such-command (No such file or directory)\n"
@@ -220,7 +224,7 @@ def test_a_command_that_is_not_there_is_one_line(tmp_path):
 @pytest.mark.parametrize("arguments", [[], ["--"], ["--no-such-option", "--", "true"]])
 def test_wrong_usage_is_a_bad_config(arguments):
     finished = subprocess.run(
-        [sys.executable, "-m", "training.supervisor", *arguments], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "training.supervisor", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert finished.returncode == training.config.EXIT_BAD_CONFIG
 
@@ -235,7 +239,7 @@ def test_options_of_the_command_are_left_to_it(supervise):
     supervised = supervise("print(sys.argv)")
     assert supervised.end() == 0
     command = [sys.executable, "-m", "training.supervisor", "echo", "--run-directory=x", "--", "y"]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert finished.stdout == "--run-directory=x -- y\n"
 
 
