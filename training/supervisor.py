@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command to its end; returns the exit code for Kubernetes."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP_SIGNALS, signal.SIGCHLD})
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would have the kernel reap our child
-    arguments = _parse(argv)
+    arguments = parse_arguments(argv)
     _become_subreaper()
     markers = Markers(arguments.run_directory) if arguments.run_directory else None
     try:
@@ -122,7 +122,8 @@ def exit_code(ending: Ending, markers: Markers | None) -> tuple[int, str]:
     return ending.code, f"failed with {ending.code}"
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The supervisor's own options; everything from the command on is the command's."""
     parser = argparse.ArgumentParser(prog="training.supervisor", description="PID 1 of a training pod")
     parser.add_argument("--run-directory", type=Path, help="where the trainer writes its done and no-restart markers")
     parser.add_argument("--termination-log", type=Path, default=Path("/dev/termination-log"))
