@@ -1,5 +1,6 @@
 """The `job:` section: the shape of the training job on Kubernetes and how its nodes find each other."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -10,6 +11,9 @@ from training.config import Config, NonNegativeInt, PositiveInt
 Port = Annotated[int, Field(ge=1024, le=65535)]
 # A JobSet's longest pod name is <name>-control-0-0-<5 random>, and a pod's host name has 63 characters at most.
 DnsLabel = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
+
+# The name rule of the OCI distribution spec, with an optional registry host and port before it.
+_PINNED_IMAGE = re.compile(r"[a-z0-9][a-z0-9._-]*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*@sha256:[0-9a-f]{64}")
 
 
 class RendezvousConfig(Config):
@@ -33,6 +37,12 @@ class JobConfig(Config):
     spare_count: NonNegativeInt = 0
     nproc_per_node: PositiveInt | None = None
     image: str
+    # 1000 and not root: the restricted profile of the Pod Security Standards. 0 where a node's EFA devices or memlock
+    # limit turn out to need root.
+    run_as_user: Annotated[int, Field(ge=0, le=65_533)] = 1000
+    # Failures of one pod, each replaced, before its index is given up. More indexes given up than there are spares,
+    # and the JobSet starts a new generation (train.restarts.job.max_restarts).
+    backoff_limit_per_index: NonNegativeInt = 3
     rendezvous: RendezvousConfig = RendezvousConfig()
 
     @field_validator("instance_type")
@@ -45,8 +55,11 @@ class JobConfig(Config):
     @field_validator("image")
     @classmethod
     def _pinned_image(cls, value: str) -> str:
-        if "@sha256:" not in value:
-            raise ValueError("an image must be pinned by digest; write REPOSITORY@sha256:DIGEST")
+        # Repository: the OCI distribution spec's name rule with an optional registry host and port before it.
+        if not re.fullmatch(
+            r"[a-z0-9][a-z0-9._-]*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*@sha256:[0-9a-f]{64}", value
+        ):
+            raise ValueError("an image must be pinned by digest; write REPOSITORY@sha256: and 64 hexadecimal digits")
         return value
 
     @model_validator(mode="after")

@@ -1,0 +1,71 @@
+"""The shared volume: FSx for Lustre as a static PersistentVolume, and the one claim that every pod mounts.
+
+Where there is a cluster section, stacks/ installs both with the cluster, so that deleting a job's manifests can't take
+the data. Without one, `NamespaceChart` renders the claim for the default storage class.
+"""
+
+from typing import Any
+
+from cdk8s_plus_33 import k8s as kube
+
+from config import names
+
+_FSX_DRIVER = "fsx.csi.aws.com"
+_SHARED = ["ReadWriteMany"]
+
+
+def fsx_volume(
+    *, namespace: str, file_system_id: str, dns_name: str, mount_name: str, capacity_gib: int
+) -> dict[str, Any]:
+    """Manifest of the PersistentVolume for an existing file system. Names may be CDK tokens.
+
+    Static, since the driver's dynamic provisioning makes a file system of version 2.10, whose mount fails on AL2023
+    (aws-fsx-csi-driver #399, #437).
+    """
+    return kube.KubePersistentVolume.manifest(
+        metadata=kube.ObjectMeta(name=names.FSX_VOLUME),
+        spec=kube.PersistentVolumeSpec(
+            capacity={"storage": _gib(capacity_gib)},
+            access_modes=_SHARED,
+            persistent_volume_reclaim_policy="Retain",
+            storage_class_name="",
+            claim_ref=kube.ObjectReference(namespace=namespace, name=names.FSX_CLAIM),  # no other claim may take it
+            # flock: data-set libraries lock files, and a Lustre client refuses that by default.
+            mount_options=["flock", "noatime"],
+            csi=kube.CsiPersistentVolumeSource(
+                driver=_FSX_DRIVER,
+                volume_handle=file_system_id,
+                volume_attributes={"dnsname": dns_name, "mountname": mount_name},
+            ),
+        ),
+    )
+
+
+def fsx_claim(*, namespace: str, capacity_gib: int) -> dict[str, Any]:
+    """Manifest of the claim bound to that volume by name. An empty class keeps the default provisioner away."""
+    return kube.KubePersistentVolumeClaim.manifest(
+        metadata=kube.ObjectMeta(name=names.FSX_CLAIM, namespace=namespace),
+        spec=_claim_spec(capacity_gib, volume_name=names.FSX_VOLUME, storage_class_name=""),
+    )
+
+
+def default_class_claim(*, namespace: str, capacity_gib: int) -> kube.KubePersistentVolumeClaimProps:
+    """The same claim where there is no FSx: from the default storage class, which must offer ReadWriteMany."""
+    return kube.KubePersistentVolumeClaimProps(
+        metadata=kube.ObjectMeta(name=names.FSX_CLAIM, namespace=namespace), spec=_claim_spec(capacity_gib)
+    )
+
+
+def _claim_spec(
+    capacity_gib: int, *, volume_name: str | None = None, storage_class_name: str | None = None
+) -> kube.PersistentVolumeClaimSpec:
+    return kube.PersistentVolumeClaimSpec(
+        access_modes=_SHARED,
+        storage_class_name=storage_class_name,
+        volume_name=volume_name,
+        resources=kube.VolumeResourceRequirements(requests={"storage": _gib(capacity_gib)}),
+    )
+
+
+def _gib(amount: int) -> kube.Quantity:
+    return kube.Quantity.from_string(f"{amount}Gi")

@@ -1,0 +1,86 @@
+"""Rendered manifests, shared by the tests: starting jsii takes seconds."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from config.deployment import DeploymentConfig, load
+from k8s import main
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOYMENTS = sorted((ROOT / "deployments").glob("*.yaml"))
+
+
+class Manifests:
+    """One deployment's objects."""
+
+    def __init__(self, deployment, documents):
+        self.deployment = deployment
+        self.documents = documents
+
+    def only(self, kind):
+        """The one object of a kind."""
+        (document,) = [document for document in self.documents if document["kind"] == kind]
+        return document
+
+    def job(self, name):
+        """Spec of the replicated job `name`."""
+        jobs = {job["name"]: job["template"]["spec"] for job in self.only("JobSet")["spec"]["replicatedJobs"]}
+        return jobs[name]
+
+    def pod(self, name):
+        return self.job(name)["template"]["spec"]
+
+    def container(self, name):
+        """The one main container of the replicated job `name`."""
+        (container,) = self.pod(name)["containers"]
+        return container
+
+    def environment(self, name):
+        return {variable["name"]: variable.get("value") for variable in self.container(name)["env"]}
+
+
+@pytest.fixture(scope="session")
+def render(tmp_path_factory):
+    """render(deployment): its manifests as the command line writes them."""
+
+    def render(deployment):
+        files = main.write(deployment, tmp_path_factory.mktemp("manifests") / "out")
+        return Manifests(deployment, [document for file in files for document in yaml.safe_load_all(file.read_text())])
+
+    return render
+
+
+@pytest.fixture(scope="session")
+def shipped(render):
+    """shipped(name): manifests of deployments/<name>.yaml, rendered once."""
+    rendered = {}
+
+    def shipped(name):
+        if name not in rendered:
+            rendered[name] = render(load(ROOT / "deployments" / f"{name}.yaml"))
+        return rendered[name]
+
+    return shipped
+
+
+@pytest.fixture(scope="session")
+def changed():
+    """changed(name, job={...}, train={...}): a shipped deployment with other settings, checked as if from a file."""
+
+    def changed(name, *, cluster=True, job=None, train=None):
+        document = yaml.safe_load((ROOT / "deployments" / f"{name}.yaml").read_text())
+        document["job"] |= job or {}
+        document["train"] |= train or {}
+        if not cluster:
+            document.pop("cluster", None)
+        return DeploymentConfig.model_validate({"name": name, **document})
+
+    return changed
+
+
+@pytest.fixture(params=[path.stem for path in DEPLOYMENTS])
+def manifests(request, shipped):
+    """Each shipped deployment's manifests in turn."""
+    return shipped(request.param)

@@ -1,0 +1,226 @@
+"""PID 1 of a pod: runs one command, passes signals on, leaves no process behind, and turns its end into an exit code.
+
+`python -m training.supervisor [--run-directory DIR] [--termination-log FILE] -- COMMAND...`
+
+Kubernetes takes exit code 0 for "this index is done for good", even when the pod was told to stop (kubernetes #118310,
+#120182), and `ft_launcher` ends with 0 when its ranks obey a SIGTERM. So 0 is passed on only when the run itself says
+that it is complete. With a run directory the code is, first match wins:
+
+    0     the command ended with 0 and the trainer wrote the done marker
+    2     the command ended with 2: bad arguments or settings
+    93    the command ended with 93, or the trainer wrote the no-restart marker
+    143   the supervisor was told to stop (130 by SIGINT), or the command ended with 0 without the done marker
+    128+n signal n killed the command
+    else  the command's own code
+
+Without one (the rendezvous store) there are no markers: 0 is passed on unless the supervisor was told to stop.
+Standard library only, so that it listens to signals within a few hundredths of a second.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Equal to training/config.py's, which needs pydantic; a test compares them.
+EXIT_BAD_CONFIG = 2
+EXIT_NO_RESTART = 93
+EXIT_SIGTERM = 143
+DONE_MARKER = "done"
+NO_RESTART_MARKER = "no-restart"
+
+EXIT_NOT_STARTED = 127  # as a shell says for a command that is not there
+
+# Rank 0 writes the done marker after the last barrier, so another node's launcher can end a moment earlier.
+DONE_WAIT_SECONDS = 5.0
+# A process in uninterruptible sleep (a hung mount) can't be killed; the container's end takes it.
+KILL_WAIT_SECONDS = 10.0
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class Ending:
+    """How the command ended: its exit code (128+n for signal n) and the first stop signal that came in, if any."""
+
+    code: int
+    killed_by: signal.Signals | None = None
+    stopped_by: signal.Signals | None = None
+
+
+@dataclass
+class Markers:
+    """The trainer's two files. One that was there at our start, and is unchanged, tells of an earlier attempt."""
+
+    directory: Path
+    _at_start: dict[str, tuple[int, int] | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._at_start = {name: self._version(name) for name in (DONE_MARKER, NO_RESTART_MARKER)}
+
+    def written(self, name: str) -> bool:
+        """Whether the marker was written since we started."""
+        version = self._version(name)
+        return version is not None and version != self._at_start[name]
+
+    def _version(self, name: str) -> tuple[int, int] | None:
+        # Inode and time, compared for equality only: no clock of another node is trusted.
+        try:
+            status = (self.directory / name).stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command to its end; returns the exit code for Kubernetes."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP_SIGNALS, signal.SIGCHLD})
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would have the kernel reap our child
+    arguments = parse_arguments(argv)
+    _become_subreaper()
+    markers = Markers(arguments.run_directory) if arguments.run_directory else None
+    try:
+        # A process group of its own: what it leaves behind is found by the group, even after a double fork.
+        pid = os.posix_spawnp(arguments.command[0], arguments.command, os.environ, setpgroup=0, setsigmask=())
+    except OSError as error:
+        _report(f"cannot start {arguments.command[0]} ({error.strerror})", arguments.termination_log)
+        return EXIT_NOT_STARTED
+    ending = _wait(pid)
+    left_behind = _kill_rest(pid)
+    code, reason = exit_code(ending, markers)
+    trail = f"; killed {left_behind} process(es) that it left behind" if left_behind else ""
+    _report(f"exit {code}: {Path(arguments.command[0]).name} {reason}{trail}", arguments.termination_log)
+    return code
+
+
+def exit_code(ending: Ending, markers: Markers | None) -> tuple[int, str]:
+    """Kubernetes' exit code for an ending, and the reason in words."""
+    if markers is None:
+        done, no_restart = ending.code == 0 and ending.stopped_by is None, False
+    else:
+        done = ending.code == 0 and _done(markers, wait=ending.stopped_by is None)
+        no_restart = markers.written(NO_RESTART_MARKER)
+    if done:
+        return 0, "is complete"
+    if ending.code == EXIT_BAD_CONFIG:
+        return EXIT_BAD_CONFIG, "refused its arguments or settings"
+    if ending.code == EXIT_NO_RESTART or no_restart:
+        return EXIT_NO_RESTART, f"must not be restarted (ended with {ending.code})"
+    if ending.stopped_by is not None:
+        return 128 + ending.stopped_by, f"was stopped by {ending.stopped_by.name} (ended with {ending.code})"
+    if ending.code == 0:
+        return EXIT_SIGTERM, "ended with 0 but the run is not complete"
+    if ending.killed_by is not None:
+        return ending.code, f"was killed by {ending.killed_by.name}"
+    return ending.code, f"failed with {ending.code}"
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The supervisor's own options; everything from the command on is the command's."""
+    parser = argparse.ArgumentParser(prog="training.supervisor", description="PID 1 of a training pod")
+    parser.add_argument("--run-directory", type=Path, help="where the trainer writes its done and no-restart markers")
+    parser.add_argument("--termination-log", type=Path, default=Path("/dev/termination-log"))
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="after --: the command and its arguments")
+    arguments = parser.parse_args(argv)
+    if arguments.command[:1] == ["--"]:
+        del arguments.command[0]
+    if not arguments.command:
+        parser.error("no command given; write it after --")
+    return arguments
+
+
+def _become_subreaper() -> None:
+    """Orphans of our descendants become our children, as they do for PID 1: a drill runs us as an ordinary process."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _wait(pid: int) -> Ending:
+    """Pass stop signals on to the command and reap every child, until the command itself has ended."""
+    stopped_by = None
+    while True:
+        received = signal.sigwait({*_STOP_SIGNALS, signal.SIGCHLD})
+        if received in _STOP_SIGNALS:
+            stopped_by = stopped_by or signal.Signals(received)
+            with suppress(ProcessLookupError):
+                os.kill(pid, received)
+            continue
+        # One SIGCHLD can stand for several children.
+        for ended, status in _reap():
+            if ended == pid:
+                code = os.waitstatus_to_exitcode(status)
+                if code < 0:
+                    return Ending(128 - code, signal.Signals(-code), stopped_by)
+                return Ending(code, None, stopped_by)
+
+
+def _reap() -> Iterator[tuple[int, int]]:
+    """The (pid, wait status) of every child that has ended."""
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            yield pid, status
+
+
+def _kill_rest(group: int) -> int:
+    """Kill what the command left behind: its process group, and orphans as they come to us; returns how many."""
+    killed: set[int] = set()
+    deadline = time.monotonic() + KILL_WAIT_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+        for _ in _reap():
+            pass
+        children = _children()
+        if not children:
+            break
+        for child in children:  # killing one may orphan its own children: they turn up in the next round
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        killed |= children
+        time.sleep(0.01)
+    return len(killed)
+
+
+def _children() -> set[int]:
+    """Our present children, ended ones that were not reaped yet included."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError):
+            # pid (name) state ppid ...; the name may hold spaces and brackets
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                found.add(int(entry.name))
+    return found
+
+
+def _done(markers: Markers, *, wait: bool) -> bool:
+    """Whether the run is complete; waits for a marker that is on its way, unless we were told to stop."""
+    deadline = time.monotonic() + (DONE_WAIT_SECONDS if wait else 0)
+    while not markers.written(DONE_MARKER):
+        if markers.written(NO_RESTART_MARKER) or time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _report(message: str, termination_log: Path) -> None:
+    """Say it on standard error, and where `kubectl describe pod` shows it. Only the kubelet creates that file."""
+    print(f"supervisor: {message}", file=sys.stderr, flush=True)
+    if termination_log.exists():
+        with suppress(OSError):
+            termination_log.write_text(message + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
