@@ -23,6 +23,8 @@ class DeploymentConfig(Config):
     def _check_across(self) -> "DeploymentConfig":
         if self.cluster is not None and self.job.instance is None:
             raise ValueError("job.instance_type is needed when there is a cluster section; name the GPU nodes' type")
+        if self.cluster is not None:
+            self.cluster.check_job(self.job.pod_count)
         try:
             self.train.check_world_size(self.job.world_size)
         except ValueError as error:

@@ -3,8 +3,6 @@
 Exit codes are the trainer's own contract and stand in training/config.py, which imports nothing of ours.
 """
 
-NAMESPACE = "training"
-
 # Storage: claim, and where the trainer finds things inside its pod.
 FSX_CLAIM = "fsx-training"
 FSX_VOLUME = "fsx-training"

@@ -1,4 +1,4 @@
-"""A cluster on one machine: nvrx-control and one ft_launcher per "node", each node an address of its own.
+"""A cluster on one machine: nvrx-control and one supervised ft_launcher per "node", each an address of its own.
 
 Commands, environment and settings come from `k8s.launcher`, the code that renders the manifests.
 """
@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,8 @@ from k8s.launcher import Site
 from training.lifetime import adopt_orphans, die_with_parent
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
+# A process in uninterruptible sleep (a hung mount) can't be killed: it is not waited for any longer than this.
+_STOP_SECONDS = 20
 # What a node's processes may inherit from the person's own environment.
 _INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
 
@@ -65,7 +67,9 @@ class LocalCluster:
         Path(self.site(0).train_json).write_text(launcher.train_json(self._deployment, self.site(0)))
         self.started_t = time.time()
         try:
-            self._control = self._spawn("control", launcher.control_command(self._deployment, self.site(0)), {})
+            self._control = self._spawn(
+                "control", launcher.supervised(launcher.control_command(self._deployment, self.site(0))), {}
+            )
             for node in range(self._deployment.job.pod_count):
                 self._nodes.append(self._start_node(node))
         except BaseException:
@@ -79,15 +83,20 @@ class LocalCluster:
             "GROUP_RANK": str(node),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        return self._spawn(f"node-{node}", launcher.worker_command(self._deployment, self.site(node)), environment)
+        site = self.site(node)
+        command = launcher.supervised(
+            launcher.worker_command(self._deployment, site),
+            run_directory=launcher.run_directory(self._deployment, site),
+        )
+        return self._spawn(f"node-{node}", command, environment)
 
-    def _spawn(self, name: str, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _spawn(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         inherited = {key: os.environ[key] for key in _INHERITED if key in os.environ}
         scripts = str(Path(sys.executable).parent)
         inherited["PATH"] = f"{scripts}{os.pathsep}{inherited.get('PATH', os.defpath)}"
         with (self.logs / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                command,
+                [*launcher.SUPERVISOR, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -114,12 +123,13 @@ class LocalCluster:
 
     def stop(self) -> None:
         """End every process that this cluster started, and what those started in turn."""
-        for process in _descendants():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        for process in _descendants():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
-                process.wait(timeout=10)
+        deadline = time.monotonic() + _STOP_SECONDS
+        # Killing a process may orphan its children, which then turn up here: hence until none is left.
+        while (alive := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(alive, timeout=1)
 
 
 def free_port() -> int:
@@ -139,7 +149,3 @@ def check_port(port: int) -> None:
             raise ValueError(
                 f"--port {port} is taken ({error.strerror}); choose another or leave --port out"
             ) from error
-
-
-def _descendants() -> Iterator[psutil.Process]:
-    return iter(psutil.Process().children(recursive=True))

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from config import names
 from config.deployment import DeploymentConfig
 
+# The image's WORKDIR holds the `training` package. Exec form: bash as PID 1 would sit on a SIGTERM until its child
+# ends (kubernetes #141483).
+SUPERVISOR = ["python", "-m", "training.supervisor"]
+
 
 @dataclass(frozen=True)
 class Site:
@@ -39,16 +43,14 @@ def cluster_site(deployment: DeploymentConfig) -> Site:
 
 def train_json(deployment: DeploymentConfig, site: Site) -> str:
     """The resolved TrainConfig as JSON, with every path moved to the site's shared volume."""
-
-    def relocate(path: str) -> str:
-        return site.shared_directory + path.removeprefix(names.FSX_MOUNT)
-
     train = deployment.train
     moved = train.model_copy(
         update={
-            "run_directory": relocate(train.run_directory),
-            "data": train.data.model_copy(update={"path": relocate(train.data.path)}),
-            "checkpoint": train.checkpoint.model_copy(update={"directory": relocate(train.checkpoint.directory)}),
+            "run_directory": _relocate(train.run_directory, site),
+            "data": train.data.model_copy(update={"path": _relocate(train.data.path, site)}),
+            "checkpoint": train.checkpoint.model_copy(
+                update={"directory": _relocate(train.checkpoint.directory, site)}
+            ),
         }
     )
     return moved.model_dump_json(indent=2) + "\n"
@@ -102,10 +104,19 @@ def worker_command(deployment: DeploymentConfig, site: Site) -> list[str]:
     ]
 
 
+def supervised(command: list[str], *, run_directory: str | None = None) -> list[str]:
+    """Arguments for SUPERVISOR to run `command`, with the directory in which the trainer marks how the run ended."""
+    return [*([f"--run-directory={run_directory}"] if run_directory else []), "--", *command]
+
+
+def run_directory(deployment: DeploymentConfig, site: Site) -> str:
+    """Where the run's events, logs and markers are on this site."""
+    return _relocate(deployment.train.run_directory, site)
+
+
 def progress_file(deployment: DeploymentConfig, site: Site) -> str:
     """The checkpoint tracker: last committed step as text, which NVRx reads to tell a crash loop from progress."""
-    directory = deployment.train.checkpoint.directory.removeprefix(names.FSX_MOUNT)
-    return f"{site.shared_directory}{directory}/latest_step.txt"
+    return f"{_relocate(deployment.train.checkpoint.directory, site)}/latest_step.txt"
 
 
 def worker_environment(deployment: DeploymentConfig) -> dict[str, str]:
@@ -137,3 +148,7 @@ def _rendezvous_args(deployment: DeploymentConfig, site: Site) -> list[str]:
         f"--rdzv-id={job.name}",
         f"--rdzv-endpoint={site.endpoint}",
     ]
+
+
+def _relocate(path: str, site: Site) -> str:
+    return site.shared_directory + path.removeprefix(names.FSX_MOUNT)

@@ -10,9 +10,6 @@ from config.job import JobConfig
 from k8s import launcher, policies
 from k8s.resources import fixed, worker_resources
 
-# The image's WORKDIR holds the `training` package. Exec form: bash as PID 1 would sit on a SIGTERM until its child
-# ends (kubernetes #141483).
-SUPERVISOR = ["python", "-m", "training.supervisor"]
 WORKER_CONTAINER = "trainer"
 CONTROL_CONTAINER = "control"
 
@@ -71,8 +68,8 @@ def control_pod(deployment: DeploymentConfig) -> kube.PodTemplateSpec:
         name=CONTROL_CONTAINER,
         image=job.image,
         # nvrx-control ends with 0 on SIGTERM: after a drain its Job would count as complete, and never come back.
-        command=SUPERVISOR,
-        args=["--", *command],
+        command=launcher.SUPERVISOR,
+        args=launcher.supervised(command),
         env=_environment({"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}),
         ports=[kube.ContainerPort(name=_PORT_NAME, container_port=job.rendezvous.port)],
         # The workers' dependsOn waits for it.
@@ -102,12 +99,10 @@ def _worker_container(deployment: DeploymentConfig) -> kube.Container:
     return kube.Container(
         name=WORKER_CONTAINER,
         image=deployment.job.image,
-        command=SUPERVISOR,
-        args=[
-            f"--run-directory={deployment.train.run_directory}",
-            "--",
-            *launcher.worker_command(deployment, site),
-        ],
+        command=launcher.SUPERVISOR,
+        args=launcher.supervised(
+            launcher.worker_command(deployment, site), run_directory=launcher.run_directory(deployment, site)
+        ),
         env=[
             _from_field("POD_IP", "status.podIP"),
             _from_field("NODE_NAME", "spec.nodeName"),

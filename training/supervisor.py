@@ -18,7 +18,6 @@ Standard library only, so that it listens to signals within a few hundredths of 
 """
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
@@ -27,6 +26,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from training.lifetime import adopt_orphans
 
 # Equal to training/config.py's, which needs pydantic; a test compares them.
 EXIT_BAD_CONFIG = 2
@@ -43,7 +44,6 @@ DONE_WAIT_SECONDS = 5.0
 KILL_WAIT_SECONDS = 10.0
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP_SIGNALS, signal.SIGCHLD})
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would have the kernel reap our child
     arguments = parse_arguments(argv)
-    _become_subreaper()
+    adopt_orphans()  # as they come to PID 1: a drill runs us as an ordinary process
     markers = Markers(arguments.run_directory) if arguments.run_directory else None
     try:
         # A process group of its own: what it leaves behind is found by the group, even after a double fork.
@@ -134,11 +134,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if not arguments.command:
         parser.error("no command given; write it after --")
     return arguments
-
-
-def _become_subreaper() -> None:
-    """Orphans of our descendants become our children, as they do for PID 1: a drill runs us as an ordinary process."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _wait(pid: int) -> Ending:

@@ -31,8 +31,7 @@ def main() -> int:
         config = load_train_json(arguments.config)
         config.check_world_size(world_size)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return _refuse(str(error))
     rank, cycle = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if rank == 0:  # before any rank can have an outcome: none does before it met rank 0
         for marker in (DONE_MARKER, NO_RESTART_MARKER):
@@ -40,6 +39,17 @@ def main() -> int:
     events = EventLog(Path(config.run_directory), rank=rank, cycle=cycle)
     events.write("process_start", created_t=psutil.Process().create_time(), world_size=world_size)
     return _train(config, events, rank=rank, world_size=world_size, cycle=cycle)
+
+
+def _refuse(reason: str) -> int:
+    """Say why this can't be trained, and have the launcher end the job: the same settings would fail again."""
+    from training.resilience import RankMonitor
+
+    print(f"error: {reason}", file=sys.stderr)
+    monitor = RankMonitor(enabled="FT_RANK_MONITOR_IPC_SOCKET" in os.environ)
+    monitor.connect()
+    monitor.stop_job(reason)
+    return EXIT_BAD_CONFIG
 
 
 def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int, cycle: int) -> int:
