@@ -86,10 +86,10 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, rotary: "Rotary") -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config)
         self.self_attn = Attention(config, rotary)
-        self.post_attention_layernorm = RMSNorm(config)
         self.mlp = SwiGLU(config)
+        self.input_layernorm = RMSNorm(config)
+        self.post_attention_layernorm = RMSNorm(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[batch, seq, hidden] to the same shape."""
