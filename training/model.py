@@ -1,7 +1,6 @@
-"""A Llama-family decoder whose parameter names equal Hugging Face's LlamaForCausalLM.
+"""The Llama-family decoder: parameter names and mathematics as in Hugging Face's LlamaForCausalLM.
 
-So safetensors load and export without a mapping. Buildable on the meta device: what is not a parameter is computed
-when it is first needed, on the device where it is needed.
+Builds on the meta device, keeps nothing but parameters as state, and gives each parameter's initial value by name.
 """
 
 import hashlib
@@ -11,89 +10,123 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.config import ModelConfig, RopeScaling
+from training.config import ModelConfig
 
 
 class Llama(nn.Module):
-    """Token ids [batch, seq] to logits [batch, seq, vocab_size]."""
+    """Token ids to logits.
+
+    With `tie_word_embeddings` there is no `lm_head` parameter: the embedding is used at both ends, and so it has to
+    stay in the root's FSDP group (sharding `embed_tokens` by itself would free it before the last projection).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        # Tied embeddings have no head of their own, and so no second name for one tensor in a state dict.
+        # One parameter under one name. A second, tied one would come apart in `to_empty`, which replaces each
+        # module's meta parameters on their own, and would be stored twice in a checkpoint.
         self.lm_head = None if config.tie_word_embeddings else _linear(config.hidden_size, config.vocab_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits for the token after each position, in the dtype of the computation."""
+        """Logits [batch, seq, vocab] in the parameters' dtype, of `input_ids` [batch, seq] int64."""
         hidden = self.model(input_ids)
         if self.lm_head is None:
             return F.linear(hidden, self.model.embed_tokens.weight)
         return self.lm_head(hidden)
 
 
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy in nats, a scalar in fp32.
+
+    `logits` [batch, seq, vocab]; `labels` [batch, seq] int64, already shifted: `labels[:, t]` is the token that
+    follows position t. Every position counts.
+    """
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def full_initial_value(name: str, shape: torch.Size, *, config: ModelConfig, seed: int, device: torch.device) -> Tensor:
+    """The unsharded fp32 initial value of parameter `name`.
+
+    A pure function of (seed, name, shape): each rank of any world size computes the same tensor, in any order, and
+    keeps its own shard. The random stream differs between CPU and CUDA, and CUDA's between GPU models.
+    """
+    value = torch.empty(shape, dtype=torch.float32, device=device)
+    if name.endswith("norm.weight"):
+        return value.fill_(1.0)
+    std = config.initializer_range
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        # Each block adds two of these to the residual stream; this keeps its variance independent of depth (GPT-2).
+        std /= math.sqrt(2 * config.num_hidden_layers)
+    digest = hashlib.sha256(f"{seed}/{name}/{tuple(shape)}".encode()).digest()
+    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return value.normal_(0.0, std, generator=generator)
+
+
 class Decoder(nn.Module):
-    """Embedding, blocks and final norm: ids [batch, seq] to hidden states [batch, seq, hidden_size]."""
+    """Embedding, blocks and the last norm; `layers` are the units to shard and to recompute."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(config, rotary) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config)
-        self.rotary = Rotary(config)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Hidden states after the final norm."""
+        """Hidden states [batch, seq, hidden] of `input_ids` [batch, seq]."""
         hidden = self.embed_tokens(input_ids)
-        cos, sin = self.rotary.tables(input_ids.shape[1], device=hidden.device, dtype=hidden.dtype)
-        for block in self.layers:
-            hidden = block(hidden, cos, sin)
+        for layer in self.layers:
+            hidden = layer(hidden)
         return self.norm(hidden)
 
 
 class Block(nn.Module):
-    """One pre-norm decoder block."""
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, rotary: "Rotary") -> None:
         super().__init__()
+        self.self_attn = Attention(config, rotary)
+        self.mlp = SwiGLU(config)
         self.input_layernorm = RMSNorm(config)
-        self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config)
-        self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Hidden states of the same shape [batch, seq, hidden_size]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[batch, seq, hidden] to the same shape."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary position embedding."""
+    """Causal attention with rotary positions; `num_key_value_heads` below `num_attention_heads` is GQA."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, rotary: "Rotary") -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.grouped = config.num_key_value_heads != config.num_attention_heads
+        self.rotary = rotary
         kv_width = config.num_key_value_heads * config.head_dim
         self.q_proj = _linear(config.hidden_size, config.hidden_size)
         self.k_proj = _linear(config.hidden_size, kv_width)
         self.v_proj = _linear(config.hidden_size, kv_width)
         self.o_proj = _linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Hidden states [batch, seq, hidden_size]."""
-        query = rotate(self._heads(self.q_proj(hidden)), cos, sin)
-        key = rotate(self._heads(self.k_proj(hidden)), cos, sin)
-        value = self._heads(self.v_proj(hidden))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[batch, seq, hidden] to the same shape; position t sees positions 0 to t."""
+        batch, seq, _ = hidden.shape
+        q, k, v = (
+            projection(hidden).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos, sin = self.rotary.tables(seq, hidden.device)
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
+        )
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
 
-    def _heads(self, projected: Tensor) -> Tensor:
-        """[batch, seq, heads * head_dim] to [batch, heads, seq, head_dim]."""
-        return projected.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
 
-
-class MLP(nn.Module):
-    """SwiGLU feed-forward."""
+class SwiGLU(nn.Module):
+    """The gated feed-forward network."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -102,85 +135,65 @@ class MLP(nn.Module):
         self.down_proj = _linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the same shape."""
+        """[batch, seq, hidden] to the same shape."""
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in fp32 as the reference does."""
+    """Scale to unit root mean square over the last dimension; the mean is taken in fp32 whatever the input's dtype."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.hidden_size))
         self.eps = config.rms_norm_eps
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The normed input, in its dtype."""
-        exact = hidden.float()
-        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (exact * scale).to(hidden.dtype)
+        """[..., hidden] to the same shape and dtype."""
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 class Rotary:
-    """Cosine and sine tables. No module and no buffer: nothing to lose on the meta device or in a checkpoint."""
+    """The fp32 cosine and sine tables of rotary positions, computed on first use and shared by every block.
+
+    No module, and its tables no buffers: they survive meta construction, are in no checkpoint, and FSDP's mixed
+    precision, which casts a block's parameters and inputs, can't round them to bf16.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self._cache: tuple[Tensor, Tensor] | None = None
+        self._config = config
+        self._tables: tuple[Tensor, Tensor] | None = None
 
-    def tables(self, seq_len: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables [seq_len, head_dim], computed in fp32 and cast, kept for the next call of the same shape."""
-        cached = self._cache
-        if cached is None or cached[0].shape[0] != seq_len or cached[0].device != device or cached[0].dtype != dtype:
-            angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rotary_frequencies(self.config))
-            angles = torch.cat((angles, angles), dim=-1)
-            cached = self._cache = (angles.cos().to(device, dtype), angles.sin().to(device, dtype))
-        return cached
+    def tables(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [seq_len, head_dim / 2] of positions 0 to seq_len - 1."""
+        if self._tables is None or self._tables[0].device != device or len(self._tables[0]) < seq_len:
+            positions = torch.arange(seq_len, dtype=torch.float32, device=device)
+            angles = torch.outer(positions, inverse_frequencies(self._config, device))
+            self._tables = angles.cos(), angles.sin()
+        cos, sin = self._tables
+        return cos[:seq_len], sin[:seq_len]
 
 
-def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """Angular frequency of each rotated pair [head_dim / 2], fp32."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+def inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Radians per position of each rotated pair, [head_dim / 2] fp32, after `rope_scaling` (Llama 3.1)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
-    return frequencies if config.rope_scaling is None else _scaled(frequencies, config.rope_scaling)
-
-
-def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's context extension: long wavelengths are stretched by `factor`, short ones kept, those between
-    blended linearly in the number of turns over the original context.
-    """
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    # Pairs that turn more than high_freq_factor times in the original context keep their frequency, those that
+    # turn less than low_freq_factor times are slowed by `factor`, and a linear ramp joins the two.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + head_dim / 2) of [batch, heads, seq, head_dim]: Hugging Face's pairing."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+    """Turn `heads` [batch, heads, seq, head_dim] by its positions, in fp32; the result has the input's dtype.
 
-
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in fp32 of logits [batch, seq, vocab] against label ids [batch, seq]."""
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-
-
-def full_initial_value(name: str, shape: torch.Size, *, config: ModelConfig, seed: int, device: torch.device) -> Tensor:
-    """The initial value of one whole parameter, fp32: a function of seed, name and shape alone.
-
-    So it is the same at every world size and in every order of creation. Norms are ones; matrices are normal, and
-    those that write into the residual stream are scaled down with its depth, as GPT-2 does.
+    Element i pairs with element i + head_dim / 2: the layout of Hugging Face's weights, not of Meta's own release.
     """
-    if len(shape) == 1:
-        return torch.ones(shape, device=device)
-    generator = torch.Generator(device=device)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    deviation = config.initializer_range
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        deviation /= math.sqrt(2 * config.num_hidden_layers)
-    return torch.empty(shape, device=device).normal_(0.0, deviation, generator=generator)
+    first, second = heads.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(heads)
 
 
 def _linear(in_features: int, out_features: int) -> nn.Linear:
