@@ -39,6 +39,12 @@ FSX_CAPACITY_STEP_GIB = 2400
 FSX_MIN_CAPACITY_GIB = 1200
 FSX_METADATA_IOPS = (1500, 3000, 6000, *range(12_000, 192_001, 12_000))
 
+# EC2 user guide, "Capacity Blocks for ML": 1 to 64 instances a block.
+CAPACITY_BLOCK_MAX_NODES = 64
+# One whole interface's worth, which the VPC CNI keeps warm on every node; EC2 keeps five addresses of every subnet.
+WARM_ADDRESSES_PER_NODE = 50
+AWS_RESERVED_ADDRESSES = 5
+
 # Widest and narrowest range that EC2 gives a VPC is /16 to /28; half of a /20 is the /21 that the GPU subnet needs.
 _VPC_PREFIX_RANGE = (16, 20)
 
@@ -211,6 +217,21 @@ class ClusterConfig(Config):
                 f"write it like {self.kubernetes_version}.0-20261101"
             )
         return self
+
+    def check_job(self, pod_count: int) -> None:
+        """Raise ValueError unless this cluster can hold that many GPU nodes."""
+        if isinstance(self.capacity, CapacityBlock) and pod_count > CAPACITY_BLOCK_MAX_NODES:
+            raise ValueError(
+                f"job.node_count + job.spare_count is {pod_count}, a Capacity Block has {CAPACITY_BLOCK_MAX_NODES} "
+                "instances at most; lower them or choose another cluster.capacity.kind"
+            )
+        addresses = IPv4Network(self.gpu_subnet_cidr).num_addresses - AWS_RESERVED_ADDRESSES
+        needed = pod_count * WARM_ADDRESSES_PER_NODE
+        if needed > addresses:
+            raise ValueError(
+                f"job.node_count + job.spare_count is {pod_count}, which needs {needed} addresses; the GPU subnet "
+                f"{self.gpu_subnet_cidr} has {addresses}; widen cluster.vpc_cidr"
+            )
 
     @property
     def gpu_subnet_cidr(self) -> str:

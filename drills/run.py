@@ -147,7 +147,7 @@ def _prepare_corpus(deployment: DeploymentConfig, out: Path) -> None:
         out / deployment.train.data.path.removeprefix(f"{names.FSX_MOUNT}/"),
         tokenizer="bytes",
         max_bytes=_CORPUS_BYTES,
-        exclude=("site-packages", "test", "tests", "__pycache__"),
+        exclude=("site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib"),
     )
 
 

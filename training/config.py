@@ -40,6 +40,15 @@ class RopeScaling(Config):
     high_freq_factor: PositiveFloat
     original_max_position_embeddings: PositiveInt
 
+    @model_validator(mode="after")
+    def _check_order(self) -> "RopeScaling":
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor:g} must be below high_freq_factor {self.high_freq_factor:g}; "
+                "Llama 3.1 has 1 and 4"
+            )
+        return self
+
 
 class ModelConfig(Config):
     """A Llama-family decoder; field names as in Hugging Face's LlamaConfig."""

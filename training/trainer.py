@@ -65,6 +65,7 @@ class Trainer:
         self.model = parallelism.build_sharded_model(config, mesh=mesh, device=process.device)
         self.optimizer = _build_optimizer(self.model, config.optimizer)
         self.corpus = TokenizedCorpus(Path(config.data.path))
+        self.corpus.check_fits(config.data, config.model)
         self.order = DataOrder(self.corpus.num_samples(config.seq_len), config.global_batch_size, config.seed)
         self.checkpointer = DurableCheckpointer(
             config.checkpoint, writer=process.writer, attempt=f"{process.cycle}-{process.events.iteration}"
