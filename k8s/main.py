@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from config.deployment import DeploymentConfig, load
 from config.job import JobConfig
-from k8s.namespace import NamespaceChart
+from k8s.shared import SharedChart
 from k8s.training_job import TrainingJobChart
 from training.config import describe_errors
 
@@ -57,10 +57,9 @@ def with_image(deployment: DeploymentConfig, image: str) -> DeploymentConfig:
 
 
 def build(app: App, deployment: DeploymentConfig) -> None:
-    """Declare the charts. With a cluster section, namespace and claim come from CDK and outlive every job."""
+    """Declare the charts: what is shared, then the job."""
     job = TrainingJobChart(app, deployment.job.name, deployment=deployment)
-    if deployment.cluster is None:
-        job.add_dependency(NamespaceChart(app, f"{deployment.job.name}-namespace", namespace=deployment.job.namespace))
+    job.add_dependency(SharedChart(app, f"{deployment.job.name}-shared", deployment=deployment))
 
 
 def write(deployment: DeploymentConfig, out: Path) -> list[Path]:

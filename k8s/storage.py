@@ -1,7 +1,7 @@
 """The shared volume: FSx for Lustre as a static PersistentVolume, and the one claim that every pod mounts.
 
-Where there is a cluster section, stacks/ installs both with the cluster, so that deleting a job's manifests can't take
-the data. Without one, `NamespaceChart` renders the claim for the default storage class.
+Where there is a cluster section, stacks/ installs both with the cluster, and the manifests repeat the claim. Without
+one, `SharedChart` renders the claim for the default storage class.
 """
 
 from typing import Any
@@ -42,8 +42,14 @@ def fsx_volume(
 
 
 def fsx_claim(*, namespace: str, capacity_gib: int) -> dict[str, Any]:
-    """Manifest of the claim bound to that volume by name. An empty class keeps the default provisioner away."""
-    return kube.KubePersistentVolumeClaim.manifest(
+    """Manifest of the claim on that volume."""
+    claim = fsx_claim_props(namespace=namespace, capacity_gib=capacity_gib)
+    return kube.KubePersistentVolumeClaim.manifest(metadata=claim.metadata, spec=claim.spec)
+
+
+def fsx_claim_props(*, namespace: str, capacity_gib: int) -> kube.KubePersistentVolumeClaimProps:
+    """The claim bound to that volume by name. An empty class keeps the default provisioner away."""
+    return kube.KubePersistentVolumeClaimProps(
         metadata=kube.ObjectMeta(name=names.FSX_CLAIM, namespace=namespace),
         spec=_claim_spec(capacity_gib, volume_name=names.FSX_VOLUME, storage_class_name=""),
     )

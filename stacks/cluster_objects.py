@@ -5,7 +5,7 @@ from aws_cdk import aws_fsx as fsx
 from constructs import Construct
 
 from config.cluster import StorageConfig
-from k8s.namespace import POD_SECURITY_LABELS
+from k8s.shared import POD_SECURITY_LABELS
 from k8s.storage import fsx_claim, fsx_volume
 
 

@@ -23,7 +23,7 @@ def test_it_writes_the_files_and_names_them_in_the_order_to_apply(tmp_path, caps
     out = tmp_path / "dist" / "local"
     assert run("--deployment", LOCAL, "--out", out) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed == [str(out / "0000-local-namespace.k8s.yaml"), str(out / "0001-local.k8s.yaml")]
+    assert printed == [str(out / "0000-local-shared.k8s.yaml"), str(out / "0001-local.k8s.yaml")]
     assert sorted(str(path) for path in out.iterdir()) == printed
     assert [path.name for path in (tmp_path / "dist").iterdir()] == ["local"]
 
@@ -33,7 +33,7 @@ def test_two_processes_write_the_same_bytes(tmp_path):
         command = [sys.executable, "-m", "k8s.main", "--deployment", P5, "--out", str(tmp_path / name)]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
-    assert list(one) == ["llama-8b.k8s.yaml"]
+    assert sorted(one) == ["0000-llama-8b-shared.k8s.yaml", "0001-llama-8b.k8s.yaml"]
     assert one == two
 
 
@@ -41,7 +41,7 @@ def test_a_second_run_replaces_what_the_first_wrote(tmp_path, capsys):
     out = tmp_path / "out"
     assert run("--deployment", LOCAL, "--out", out) == 0
     assert run("--deployment", P5, "--out", out) == 0
-    assert [path.name for path in out.iterdir()] == ["llama-8b.k8s.yaml"]
+    assert sorted(path.name for path in out.iterdir()) == ["0000-llama-8b-shared.k8s.yaml", "0001-llama-8b.k8s.yaml"]
 
 
 def test_the_image_given_is_used_everywhere_and_the_placeholder_is_told_of(tmp_path, capsys):
@@ -49,7 +49,7 @@ def test_the_image_given_is_used_everywhere_and_the_placeholder_is_told_of(tmp_p
     assert "placeholder" in capsys.readouterr().err
     assert run("--deployment", P5, "--out", tmp_path / "out", "--image", IMAGE) == 0
     assert capsys.readouterr().err == ""
-    text = (tmp_path / "out" / "llama-8b.k8s.yaml").read_text()
+    text = (tmp_path / "out" / "0001-llama-8b.k8s.yaml").read_text()
     assert text.count(f"image: {IMAGE}\n") == 3
     assert "trainer@sha256:0000" not in text
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import training.config
-from k8s import launcher
+from k8s import launcher, storage
 
 NOT_RETRIABLE = [training.config.EXIT_BAD_CONFIG, training.config.EXIT_NO_RESTART]
 
@@ -309,12 +309,13 @@ def test_workers_mount_the_shared_claim(manifests):
     assert volume["persistentVolumeClaim"] == {"claimName": "fsx-training"}
 
 
-def test_with_a_cluster_section_the_data_outlives_the_manifests(shipped):
-    assert not {document["kind"] for document in shipped("p5-2node").documents} & {
-        "Namespace",
-        "PersistentVolume",
-        "PersistentVolumeClaim",
-    }
+def test_with_a_cluster_section_the_claim_is_the_one_that_cdk_installs(shipped):
+    claim = shipped("p5-2node").only("PersistentVolumeClaim")
+    assert claim == storage.fsx_claim(namespace="training", capacity_gib=4800)
+
+
+def test_with_a_cluster_section_deleting_the_manifests_can_not_take_namespace_or_volume_along(shipped):
+    assert not {document["kind"] for document in shipped("p5-2node").documents} & {"Namespace", "PersistentVolume"}
 
 
 def test_without_one_the_claim_uses_the_default_storage_class(shipped):
