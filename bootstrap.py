@@ -54,7 +54,7 @@ def check_node():
     for tool in ("node", "npm"):
         if shutil.which(tool) is None:
             stop(
-                "%s is not on PATH: the CDK CLI needs Node 20 or newer with npm; install it and run make setup again"
+                "%s is not on PATH: the CDK CLI needs Node 20 or newer with npm; install them, then run make setup"
                 % tool
             )
     version = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout.strip()
