@@ -133,6 +133,8 @@ def worker_environment(deployment: DeploymentConfig) -> dict[str, str]:
         # pod-id-link is EKS Pod Identity's link-local interface (aws-do-eks #54).
         "NCCL_SOCKET_IFNAME": "^lo,docker,veth,pod-id-link",
     }
+    if deployment.train.deterministic:
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch refuses deterministic cuBLAS without it
     if deployment.train.restarts.in_process.enabled:
         # NVRx in-process restart aborts NCCL communicators: NVLS does not survive that, and a rethrown CUDA
         # error would end the process that is to be restarted (NVRx usage guide).

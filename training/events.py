@@ -4,7 +4,8 @@ Every line has `t` (Unix seconds), `event`, `rank` (as the process was started),
 far) and `iteration` (in-process restarts of this process so far). A line is one write() to a file opened with
 O_APPEND, so it survives a SIGKILL that comes after it. Events and their own fields:
 
-    process_start         created_t: when the kernel created the process; world_size
+    process_start         created_t: when the kernel created the process; world_size; settings: train.json as
+                          resolved (rank 0, else null)
     enter                 the training function was entered (again, when iteration > 0)
     process_group_ready
     model_ready

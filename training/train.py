@@ -12,11 +12,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from training.config import DONE_MARKER, EXIT_BAD_CONFIG, NO_RESTART_MARKER, TrainConfig, load_train_json
 from training.events import EventLog
+
+if TYPE_CHECKING:  # imported late at run time: see _train
+    import torch
 
 NVRX_VERSION = "0.7.0"
 
@@ -37,7 +41,8 @@ def main() -> int:
         for marker in (DONE_MARKER, NO_RESTART_MARKER):
             (Path(config.run_directory) / marker).unlink(missing_ok=True)
     events = EventLog(Path(config.run_directory), rank=rank, cycle=cycle)
-    events.write("process_start", created_t=psutil.Process().create_time(), world_size=world_size)
+    settings = config.model_dump(mode="json") if rank == 0 else None
+    events.write("process_start", created_t=psutil.Process().create_time(), world_size=world_size, settings=settings)
     return _train(config, events, rank=rank, world_size=world_size, cycle=cycle)
 
 
@@ -66,12 +71,8 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
     gc.freeze()
     gc.enable()
     if nvidia_resiliency_ext.__version__ != NVRX_VERSION:
-        print(
-            f"error: nvidia-resiliency-ext {NVRX_VERSION} is needed, not {nvidia_resiliency_ext.__version__}",
-            file=sys.stderr,
-        )
-        return EXIT_BAD_CONFIG
-    device = _choose_device(torch)
+        return _refuse(f"nvidia-resiliency-ext {NVRX_VERSION} is needed, not {nvidia_resiliency_ext.__version__}")
+    device = _choose_device()
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -119,7 +120,9 @@ def _gpu_checks_only_with_gpu(device_type: str) -> Iterator[None]:
         os.environ["LOCAL_RANK"] = hidden
 
 
-def _choose_device(torch):  # noqa: ANN001, ANN202  torch is imported late
+def _choose_device() -> "torch.device":
+    import torch
+
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -127,7 +130,7 @@ def _choose_device(torch):  # noqa: ANN001, ANN202  torch is imported late
     return device
 
 
-def _agree_on_port(store, rank: int) -> int:  # noqa: ANN001
+def _agree_on_port(store: "torch.distributed.TCPStore", rank: int) -> int:
     """A port on rank 0's host for the restart layer's own store: free when asked for, told to all over `store`."""
     if rank == 0:
         with socket.socket() as probe:
