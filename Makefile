@@ -8,7 +8,6 @@ BIN := .venv/bin
 READY := .venv/.ready
 FILE := deployments/$(DEPLOYMENT).yaml
 export JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION := 20
-export PYTHONDONTWRITEBYTECODE := 1
 
 .PHONY: help setup demo test check synth manifests deploy clean
 
