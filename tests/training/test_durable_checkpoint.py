@@ -176,6 +176,37 @@ def test_a_directory_without_manifest_or_metadata_is_no_checkpoint(tmp_path):
     assert committed_steps(tmp_path) == []
 
 
+def save_two(rank: int, directory: Path) -> None:
+    saver = Saver(directory, rank)
+    saver.checkpointer.newest()
+    for step in (1, 2):
+        saver.save(step)
+    saver.writer.close()
+
+
+def truncate(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def test_a_truncated_file_of_the_newest_checkpoint_is_named_on_every_rank_with_the_way_out(run_ranks, tmp_path):
+    run_ranks(save_two, tmp_path)
+    newest = tmp_path / "step-00000002"
+    for file in (next(newest.glob("__1_*.distcp")), newest / "manifest.json"):
+        truncate(file)
+        for message in run_ranks(look_for_newest, tmp_path):
+            assert message.startswith(f"{file} is damaged")
+            assert message.endswith("remove it to go on from step 1")
+
+
+def test_a_copy_of_a_checkpoint_beside_it_does_not_matter(tmp_path):
+    for name in ("step-00000004", "step-00000008.bak", "step-8"):
+        (tmp_path / name).mkdir()
+        for file in ("manifest.json", ".metadata"):
+            (tmp_path / name / file).touch()
+    assert committed_steps(tmp_path) == [4]
+
+
 def test_writer_and_results_queue_die_with_a_trainer_that_is_killed(tmp_path):
     code = """
 import os, sys, signal
