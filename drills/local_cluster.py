@@ -140,7 +140,9 @@ def free_port() -> int:
 
 
 def check_port(port: int) -> None:
-    """Raise ValueError when `port` is taken."""
+    """Raise ValueError when `port` is none or is taken."""
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"--port {port} is no TCP port; choose one from 1 to 65535 or leave --port out")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -72,6 +72,12 @@ def test_a_taken_port_is_named(deployment_file, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("port", [0, 65536, -1])
+def test_a_number_that_is_no_port_is_named(deployment_file, tmp_path, port):
+    with pytest.raises(ValueError, match=f"--port {port} is no TCP port; choose one from 1 to 65535"):
+        check(load(deployment_file), tmp_path / "out", port)
+
+
 def test_an_unwritable_folder_is_named(deployment_file, tmp_path):
     (tmp_path / "file").touch()  # permissions do not stop root, a file in the way does
     error = one_line_error(deployment_file, tmp_path / "file" / "out")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from training.checkpoint.durable import TRACKER, CheckpointError, DurableCheckpointer, committed_steps
-from training.checkpoint.writer import BackgroundWriter
+from training.checkpoint.writer import BackgroundWriter, CheckpointWriterError
 from training.config import CheckpointConfig
 
 MANIFEST = {"world_size": 2, "loss": 1.0, "identity": {}}
@@ -128,6 +128,23 @@ def test_a_dead_writer_fails_its_save_on_every_rank_and_the_next_save_works(run_
     assert loaded["w1"][0].item() == 4.0
 
 
+def kill_results_queue(rank: int, directory: Path) -> int:
+    saver = Saver(directory, rank)
+    saver.checkpointer.newest()
+    os.kill(saver.writer._manager._process.pid, signal.SIGKILL)
+    saver.writer._manager._process.join()
+    with pytest.raises(CheckpointWriterError, match="died"):
+        saver.save(1)
+    saver.writer.get_ready()
+    saver.save(1)
+    saver.writer.close()
+    return committed_steps(directory)[-1]
+
+
+def test_a_dead_results_queue_is_noticed_at_the_next_save_and_replaced(run_ranks, tmp_path):
+    assert run_ranks(kill_results_queue, tmp_path, world_size=1) == [1]
+
+
 def write_beyond_the_limit(rank: int, directory: Path) -> str:
     # As a full disk or a quota does: the write itself fails, in the worker process, which inherits the limit.
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
@@ -176,10 +193,41 @@ def test_a_directory_without_manifest_or_metadata_is_no_checkpoint(tmp_path):
     assert committed_steps(tmp_path) == []
 
 
+def save_two(rank: int, directory: Path) -> None:
+    saver = Saver(directory, rank)
+    saver.checkpointer.newest()
+    for step in (1, 2):
+        saver.save(step)
+    saver.writer.close()
+
+
+def truncate(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def test_a_truncated_file_of_the_newest_checkpoint_is_named_on_every_rank_with_the_way_out(run_ranks, tmp_path):
+    run_ranks(save_two, tmp_path)
+    newest = tmp_path / "step-00000002"
+    for file in (next(newest.glob("__1_*.distcp")), newest / "manifest.json"):
+        truncate(file)
+        for message in run_ranks(look_for_newest, tmp_path):
+            assert message.startswith(f"{file} is damaged")
+            assert message.endswith("remove it to go on from step 1")
+
+
+def test_a_copy_of_a_checkpoint_beside_it_does_not_matter(tmp_path):
+    for name in ("step-00000004", "step-00000008.bak", "step-8"):
+        (tmp_path / name).mkdir()
+        for file in ("manifest.json", ".metadata"):
+            (tmp_path / name / file).touch()
+    assert committed_steps(tmp_path) == [4]
+
+
 def test_writer_and_results_queue_die_with_a_trainer_that_is_killed(tmp_path):
     code = """
 import os, sys, signal
-from training.checkpoint.writer import BackgroundWriter
+from training.checkpoint.writer import BackgroundWriter, CheckpointWriterError
 if __name__ == "__main__":
     writer = BackgroundWriter(rank=0)
     writer.get_ready()

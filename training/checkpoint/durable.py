@@ -10,6 +10,7 @@ storage. A save cut off at any instant before it leaves the previous checkpoint 
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -27,6 +28,7 @@ from training.config import CheckpointConfig
 
 MANIFEST = "manifest.json"
 TRACKER = "latest_step.txt"
+_STEP = re.compile(r"step-(\d{8,})")
 _WRITING = ".writing-"
 _DELETING = ".deleting-"
 
@@ -59,12 +61,14 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """Steps with a committed checkpoint, ascending. A directory without manifest and metadata does not count."""
-    paths = directory.glob("step-*")
+    """Steps with a committed checkpoint, ascending.
+
+    A directory without manifest and metadata does not count, nor one with another name, such as a person's copy.
+    """
     return sorted(
-        int(path.name.removeprefix("step-"))
-        for path in paths
-        if (path / MANIFEST).is_file() and (path / ".metadata").is_file()
+        int(match[1])
+        for path in directory.glob("step-*")
+        if (match := _STEP.fullmatch(path.name)) and (path / MANIFEST).is_file() and (path / ".metadata").is_file()
     )
 
 
@@ -169,8 +173,8 @@ class DurableCheckpointer:
         """The manifest of the newest committed checkpoint; None for a fresh start. Clears what was cut off.
 
         Raises:
-            CheckpointError: the tracker names a step, but no checkpoint is there. Starting over silently would
-                throw the run away.
+            CheckpointError: the tracker names a step, but no checkpoint is there, or the newest is damaged. Starting
+                over, or going back to an older one, silently would throw work away.
         """
         answer: list[Any] = [None, None]
         if self._rank == 0:  # one rank looks, all follow: directory listings of a shared volume may differ
@@ -196,11 +200,32 @@ class DurableCheckpointer:
                     f"restore it, or remove {TRACKER} to start over"
                 )
             return None
-        return json.loads((checkpoint_path(self._directory, steps[-1]) / MANIFEST).read_text())
+        try:
+            return _read_manifest(checkpoint_path(self._directory, steps[-1]))
+        except ValueError as error:
+            older = f"go on from step {steps[-2]}" if len(steps) > 1 else f"start over (then {TRACKER} too)"
+            raise CheckpointError(f"{error}; restore that checkpoint, or remove it to {older}") from error
 
     def load(self, state: dict[str, Any], *, step: int) -> None:
         """Read a committed step into the tensors of `state`, resharding if the mesh differs."""
         dcp.load(state, checkpoint_id=str(checkpoint_path(self._directory, step)))
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint at `path`; ValueError when it, or a file that it lists, is not as written.
+
+    Sizes only: reading terabytes for a checksum would delay every restart.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = dict[str, int](manifest["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / MANIFEST} is damaged") from error
+    for name, size in files.items():
+        found = (path / name).stat().st_size if (path / name).exists() else 0
+        if found != size:
+            raise ValueError(f"{path / name} is damaged: it has {found} bytes, {size} were written")
+    return manifest
 
 
 def _write_durably(path: Path, text: str) -> None:
