@@ -14,7 +14,9 @@ class ImageStack(cdk.Stack):
     """One ECR repository. Tags can't move, and the job names its image by digest anyway."""
 
     def __init__(self, scope: Construct, id_: str, *, config: StorageConfig, **kwargs: Any) -> None:
-        super().__init__(scope, id_, description="Training: image repository", **kwargs)
+        super().__init__(
+            scope, id_, description="Training: image repository", termination_protection=config.retain_data, **kwargs
+        )
         self.repository = ecr.Repository(
             self,
             "Repository",
