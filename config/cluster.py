@@ -128,14 +128,14 @@ class StorageConfig(Config):
     )
     data_repository: bool = Field(
         default=True,
-        description="an S3 bucket: its data/ appears under /fsx/data, and everything under /fsx/runs is copied to runs/",
+        description="an S3 bucket: its data/ appears under /fsx/data, and /fsx/runs is copied to its runs/",
     )
     backup_retention_days: Annotated[int, Field(ge=0, le=FSX_MAX_BACKUP_DAYS)] = Field(
         default=0, description="daily backups of FSx, kept this long; 0 is none. Only without data_repository"
     )
     efa: bool = Field(
         default=False,
-        description="file data over EFA too; only at creation, for much larger capacities, and every node needs setting up",
+        description="file data over EFA: only at creation, with larger capacities, and with set-up on every node",
     )
 
     @field_validator("capacity_gib")
@@ -160,8 +160,8 @@ class StorageConfig(Config):
         # "File system backups aren't supported on file systems that are linked to an S3 data repository" (FSx guide).
         if self.data_repository and self.backup_retention_days:
             raise ValueError(
-                f"backup_retention_days {self.backup_retention_days}: FSx backs up no file system that is linked to S3; "
-                "set it to 0, or data_repository to false"
+                f"backup_retention_days {self.backup_retention_days}: FSx backs up no file system that is linked to "
+                "S3; set it to 0, or data_repository to false"
             )
         step = FSX_EFA_CAPACITY_STEP_GIB[self.throughput_mb_per_tib]
         if self.efa and self.capacity_gib % step:

@@ -55,7 +55,7 @@ class ClusterStack(cdk.Stack):
         self.cluster = self._cluster(config, network, admin_role)
         role = node_role(self, "NodeRole")
 
-        network_addons = ManagedAddons(self, "NetworkAddons", cluster=self.cluster, before_nodes=True)
+        network_addons = ManagedAddons(self, "NetworkAddons", cluster=self.cluster, config=config, before_nodes=True)
         system = SystemNodegroup(
             self, "SystemNodegroup", config=config, cluster=self.cluster, network=network, node_role=role
         )
@@ -64,7 +64,7 @@ class ClusterStack(cdk.Stack):
         )
         for nodegroup in (system.nodegroup, gpu.nodegroup):
             nodegroup.node.add_dependency(*network_addons.addons)
-        addons = ManagedAddons(self, "Addons", cluster=self.cluster, before_nodes=False)
+        addons = ManagedAddons(self, "Addons", cluster=self.cluster, config=config, before_nodes=False)
         for addon in addons.addons:
             addon.node.add_dependency(system.nodegroup)
         HelmReleases(self, "HelmReleases", cluster=self.cluster, config=config, after=addons)

@@ -40,7 +40,7 @@ class StorageStack(cdk.Stack):
         cdk.CfnOutput(self, "FileSystemId", value=self.file_system.ref, description="FSx for Lustre file system")
         cdk.CfnOutput(self, "MountName", value=self.file_system.attr_lustre_mount_name, description="Lustre mount name")
         if config.data_repository:
-            bucket = self._bucket(config, removal)
+            bucket = self._bucket(removal)
             _link(self, self.file_system, bucket)
             cdk.CfnOutput(self, "BucketName", value=bucket.bucket_name, description="put data sets under data/")
 
@@ -69,7 +69,7 @@ class StorageStack(cdk.Stack):
             tags=[cdk.CfnTag(key="Name", value=self.stack_name)],
         )
 
-    def _bucket(self, config: StorageConfig, removal: cdk.RemovalPolicy) -> s3.Bucket:
+    def _bucket(self, removal: cdk.RemovalPolicy) -> s3.Bucket:
         """Source of data sets and second home of checkpoints; it may be kept when the file system goes.
 
         No versions: every pruned checkpoint would live on as one, about 96 GB for 8B every few minutes. S3's own key:
