@@ -62,6 +62,7 @@ class ClusterStack(cdk.Stack):
         gpu = GpuNodegroup(
             self, "GpuNodegroup", config=config, job=job, cluster=self.cluster, network=network, node_role=role
         )
+        self.gpu_nodegroup = gpu.nodegroup
         for nodegroup in (system.nodegroup, gpu.nodegroup):
             nodegroup.node.add_dependency(*network_addons.addons)
         addons = ManagedAddons(self, "Addons", cluster=self.cluster, config=config, before_nodes=False)
