@@ -2,14 +2,16 @@
 PYTHON ?= python3
 DEPLOYMENT ?= p5-2node
 OUT ?= runs/demo
-IMAGE ?=
+# REPOSITORY@sha256:DIGEST; left out, what `make image` built last, if it did.
+IMAGE_FILE ?= dist/$(DEPLOYMENT).image.txt
+IMAGE ?= $(if $(wildcard $(IMAGE_FILE)),$(shell cat $(IMAGE_FILE)))
 
 BIN := .venv/bin
 READY := .venv/.ready
 FILE := deployments/$(DEPLOYMENT).yaml
 export JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION := 20
 
-.PHONY: help setup demo test check synth manifests deploy clean
+.PHONY: help setup demo test check synth manifests deploy image clean
 
 help:  ## show this
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
@@ -44,6 +46,10 @@ check: $(READY)  ## lint, types, layers, then the tests
 
 deploy: $(READY)  ## cdk deploy of every stack (needs AWS credentials; costs money)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" npx --no-install cdk deploy --all --context deployment=$(DEPLOYMENT)
+
+image: $(READY)  ## build the trainer image on AWS, no Docker needed here (needs credentials; costs about a dollar)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" npx --no-install cdk deploy Image --context deployment=$(DEPLOYMENT)
+	@$(BIN)/python image_build.py --deployment $(FILE) --out $(IMAGE_FILE)
 
 clean:  ## remove what was generated; .venv and node_modules stay
 	@rm -rf cdk.out dist runs

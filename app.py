@@ -11,6 +11,7 @@ from config.deployment import DeploymentConfig, load
 from stacks.cluster import ClusterStack
 from stacks.image import ImageStack
 from stacks.network import NetworkStack
+from stacks.observability import ObservabilityStack
 from stacks.storage import StorageStack
 
 DEPLOYMENTS = Path(__file__).parent / "deployments"
@@ -24,6 +25,7 @@ class Stacks:
     storage: StorageStack
     image: ImageStack
     cluster: ClusterStack
+    observability: ObservabilityStack
 
 
 def build(app: cdk.App, deployment: DeploymentConfig) -> Stacks:
@@ -61,7 +63,18 @@ def build(app: cdk.App, deployment: DeploymentConfig) -> Stacks:
         env=env,
         stack_name=f"{deployment.name}-cluster",
     )
-    return Stacks(network, storage, image, cluster)
+    observability = ObservabilityStack(
+        app,
+        "Observability",
+        config=config,
+        job=deployment.job,
+        file_system=storage.file_system,
+        cluster=cluster.cluster,
+        gpu_nodegroup=cluster.gpu_nodegroup,
+        env=env,
+        stack_name=f"{deployment.name}-observability",
+    )
+    return Stacks(network, storage, image, cluster, observability)
 
 
 def main() -> None:

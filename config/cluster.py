@@ -38,6 +38,9 @@ EKS_IMAGE_ACCOUNTS: dict[str, str] = dict.fromkeys(
 FSX_CAPACITY_STEP_GIB = 2400
 FSX_MIN_CAPACITY_GIB = 1200
 FSX_METADATA_IOPS = (1500, 3000, 6000, *range(12_000, 192_001, 12_000))
+# With EFA the capacity is a multiple of this, by throughput (FSx user guide, "Managing storage capacity").
+FSX_EFA_CAPACITY_STEP_GIB = {125: 38_400, 250: 19_200, 500: 9_600, 1000: 4_800}
+FSX_MAX_BACKUP_DAYS = 90
 
 # EC2 user guide, "Capacity Blocks for ML": 1 to 64 instances a block.
 CAPACITY_BLOCK_MAX_NODES = 64
@@ -47,6 +50,8 @@ AWS_RESERVED_ADDRESSES = 5
 
 # Widest and narrowest range that EC2 gives a VPC is /16 to /28; half of a /20 is the /21 that the GPU subnet needs.
 _VPC_PREFIX_RANGE = (16, 20)
+
+_ECR_PREFIX = r"\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(/[a-z0-9]+([._-][a-z0-9]+)*)*"
 
 ReservationId = Annotated[str, Field(description="EC2 capacity reservation, cr-...")]
 
@@ -118,7 +123,19 @@ class StorageConfig(Config):
         description="1500, 3000, 6000 or a multiple of 12000 up to 192000; left out, FSx scales it with capacity",
     )
     retain_data: bool = Field(
-        default=True, description="keep the file system, its key and the images when the stacks go"
+        default=True,
+        description="keep file system, bucket, key and images when the stacks go, and refuse to delete their stacks",
+    )
+    data_repository: bool = Field(
+        default=True,
+        description="an S3 bucket: its data/ appears under /fsx/data, and /fsx/runs is copied to its runs/",
+    )
+    backup_retention_days: Annotated[int, Field(ge=0, le=FSX_MAX_BACKUP_DAYS)] = Field(
+        default=0, description="daily backups of FSx, kept this long; 0 is none. Only without data_repository"
+    )
+    efa: bool = Field(
+        default=False,
+        description="file data over EFA: only at creation, with larger capacities, and with set-up on every node",
     )
 
     @field_validator("capacity_gib")
@@ -138,12 +155,91 @@ class StorageConfig(Config):
             raise ValueError(f"FSx offers 1500, 3000, 6000 and multiples of 12000 up to 192000; choose {fix}")
         return value
 
+    @model_validator(mode="after")
+    def _check_together(self) -> "StorageConfig":
+        # "File system backups aren't supported on file systems that are linked to an S3 data repository" (FSx guide).
+        if self.data_repository and self.backup_retention_days:
+            raise ValueError(
+                f"backup_retention_days {self.backup_retention_days}: FSx backs up no file system that is linked to "
+                "S3; set it to 0, or data_repository to false"
+            )
+        step = FSX_EFA_CAPACITY_STEP_GIB[self.throughput_mb_per_tib]
+        if self.efa and self.capacity_gib % step:
+            raise ValueError(
+                f"capacity_gib {self.capacity_gib}: with efa and {self.throughput_mb_per_tib} MB/s per TiB FSx offers "
+                f"multiples of {step} GiB; choose {-(-self.capacity_gib // step) * step}, or efa: false"
+            )
+        return self
+
 
 class SystemNodesConfig(Config):
     """The small CPU nodes that run controllers, CoreDNS and the rendezvous, away from the GPU nodes' faults."""
 
     instance_type: str = "m7i.xlarge"
     node_count: PositiveInt = 2
+
+
+class NetworkConfig(Config):
+    """How the private subnets reach the rest of the world."""
+
+    egress: Literal["nat", "none"] = Field(
+        default="nat", description="nat: one NAT gateway; none: no way out, an endpoint for every AWS service in use"
+    )
+    mirror_registry: str | None = Field(
+        default=None,
+        description="with egress none: your ECR registry (and a prefix) that holds copies of charts and their images",
+    )
+
+    @field_validator("mirror_registry")
+    @classmethod
+    def _private_ecr(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(_ECR_PREFIX, value):
+            raise ValueError("must be an ECR registry, such as 123456789012.dkr.ecr.us-west-2.amazonaws.com/mirror")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "NetworkConfig":
+        # Without a copy within reach, the first chart fails after 25 minutes of deploy.
+        if (self.egress == "none") != (self.mirror_registry is not None):
+            raise ValueError(
+                f"egress {self.egress} with mirror_registry {self.mirror_registry}: the registry is needed with egress "
+                "none, where nothing comes from the internet, and only there; set both or neither"
+            )
+        return self
+
+
+class AddonsConfig(Config):
+    """What is installed beside the necessary; versions stand in stacks/addons.py."""
+
+    dcgm_exporter: bool = Field(default=True, description="GPU metrics for Prometheus, the Xid counter among them")
+    kueue: bool = Field(default=False, description="queues for several teams' jobs; one job alone needs none")
+
+
+class ObservabilityConfig(Config):
+    """Metrics, alarms and what the account may cost."""
+
+    metrics: Literal["cloudwatch", "none"] = Field(
+        default="cloudwatch", description="cloudwatch: Container Insights with GPU metrics, and the alarms on them"
+    )
+    alarm_email: str | None = Field(default=None, description="who is told; AWS asks this address to confirm first")
+    monthly_budget_usd: PositiveInt | None = Field(
+        default=None, description="a mail at 80% spent and when 100% is forecast: of the whole account; left out, none"
+    )
+
+    @field_validator("alarm_email")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[^@\s]+@[^@\s]+\.[^@\s]+", value):
+            raise ValueError("is no e-mail address; write it like ops@example.com")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "ObservabilityConfig":
+        if self.monthly_budget_usd is not None and self.alarm_email is None:
+            raise ValueError(
+                f"monthly_budget_usd {self.monthly_budget_usd} tells nobody without alarm_email; set that too"
+            )
+        return self
 
 
 class ClusterConfig(Config):
@@ -167,6 +263,9 @@ class ClusterConfig(Config):
     capacity: Capacity = OnDemand()
     storage: StorageConfig = StorageConfig()
     system_nodes: SystemNodesConfig = SystemNodesConfig()
+    network: NetworkConfig = NetworkConfig()
+    addons: AddonsConfig = AddonsConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     root_volume_gib: Annotated[int, Field(ge=50, le=16_384)] = Field(
         default=100, description="the GPU nodes' EBS root; images and scratch live on the instance's own NVMe"
     )
@@ -209,6 +308,12 @@ class ClusterConfig(Config):
             raise ValueError(
                 f"second_availability_zone {self.second_availability_zone} is the GPU zone; "
                 "EKS needs two, choose another"
+            )
+        mirror = self.network.mirror_registry
+        if mirror is not None and f".ecr.{self.region}." not in mirror:
+            raise ValueError(
+                f"network.mirror_registry {mirror} is in another region, which no endpoint of {self.region} reaches; "
+                "copy charts and images into this one"
             )
         release = self.ami_release_version
         if release is not None and not re.fullmatch(re.escape(self.kubernetes_version) + r"\.\d+-\d{8}", release):

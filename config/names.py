@@ -7,6 +7,9 @@ Exit codes are the trainer's own contract and stand in training/config.py, which
 FSX_CLAIM = "fsx-training"
 FSX_VOLUME = "fsx-training"
 FSX_MOUNT = "/fsx"
+# Folders of the file system that are linked to S3; below the mount.
+FSX_DATASETS = "/data"
+FSX_RUNS = "/runs"
 TRAIN_CONFIG_MOUNT = "/etc/training"
 TRAIN_CONFIG_FILE = "train.json"
 

@@ -52,19 +52,20 @@ class ClusterStack(cdk.Stack):
     ) -> None:
         super().__init__(scope, id_, description="Training: EKS cluster, nodes and add-ons", **kwargs)
         admin_role = self._admin_role()
-        self.cluster = self._cluster(config, network.vpc, admin_role)
+        self.cluster = self._cluster(config, network, admin_role)
         role = node_role(self, "NodeRole")
 
-        network_addons = ManagedAddons(self, "NetworkAddons", cluster=self.cluster, before_nodes=True)
+        network_addons = ManagedAddons(self, "NetworkAddons", cluster=self.cluster, config=config, before_nodes=True)
         system = SystemNodegroup(
             self, "SystemNodegroup", config=config, cluster=self.cluster, network=network, node_role=role
         )
         gpu = GpuNodegroup(
             self, "GpuNodegroup", config=config, job=job, cluster=self.cluster, network=network, node_role=role
         )
+        self.gpu_nodegroup = gpu.nodegroup
         for nodegroup in (system.nodegroup, gpu.nodegroup):
             nodegroup.node.add_dependency(*network_addons.addons)
-        addons = ManagedAddons(self, "Addons", cluster=self.cluster, before_nodes=False)
+        addons = ManagedAddons(self, "Addons", cluster=self.cluster, config=config, before_nodes=False)
         for addon in addons.addons:
             addon.node.add_dependency(system.nodegroup)
         HelmReleases(self, "HelmReleases", cluster=self.cluster, config=config, after=addons)
@@ -90,7 +91,7 @@ class ClusterStack(cdk.Stack):
             description="Administrators of the training cluster: allow sts:AssumeRole on it to let somebody in",
         )
 
-    def _cluster(self, config: ClusterConfig, vpc: ec2.Vpc, admin_role: iam.Role) -> eks.ICluster:
+    def _cluster(self, config: ClusterConfig, network: NetworkStack, admin_role: iam.Role) -> eks.ICluster:
         secrets_key = kms.Key(
             self,
             "SecretsKey",
@@ -102,8 +103,8 @@ class ClusterStack(cdk.Stack):
             self,
             "Cluster",
             version=eks.KubernetesVersion.of(config.kubernetes_version),
-            vpc=vpc,
-            vpc_subnets=[ec2.SubnetSelection(subnets=vpc.private_subnets)],
+            vpc=network.vpc,
+            vpc_subnets=[ec2.SubnetSelection(subnets=network.private_subnets)],
             endpoint_access=_endpoint_access(config),
             # The default would be Auto Mode, which brings its own nodes and no EFA.
             default_capacity_type=eks.DefaultCapacityType.NODEGROUP,

@@ -20,6 +20,7 @@ from config.cluster import (
 from config.instances import InstanceType
 from config.job import JobConfig
 from stacks.network import NetworkStack
+from stacks.node_repair import node_repair
 from stacks.nodes import ROOT_DEVICE, encrypted_root, metadata_options
 
 # Merged by EKS with its own part, which names the cluster (EKS user guide, launch-templates). RAID0 joins the NVMe
@@ -117,7 +118,7 @@ class GpuNodegroup(Construct):
             network.lustre_client_security_group.security_group_id,
         ]
         template = self._launch_template(groups)
-        self.nodegroup = self._nodegroup(job.pod_count, cluster, network, node_role, template)
+        self.nodegroup = self._nodegroup(job, cluster, network, node_role, template)
 
     def _launch_template(self, security_groups: list[str]) -> ec2.CfnLaunchTemplate:
         """No subnet, instance profile or group of its own at the top level: each makes EKS refuse the template."""
@@ -168,13 +169,14 @@ class GpuNodegroup(Construct):
 
     def _nodegroup(
         self,
-        count: int,
+        job: JobConfig,
         cluster: eks.ICluster,
         network: NetworkStack,
         node_role: iam.Role,
         template: ec2.CfnLaunchTemplate,
     ) -> eks.CfnNodegroup:
         # A block's group may fall to 0: EKS schedules that itself, 40 minutes before the block ends.
+        count = job.pod_count
         minimum = 0 if self._purchase.market_type is not None else count
         return eks.CfnNodegroup(
             self,
@@ -200,7 +202,7 @@ class GpuNodegroup(Construct):
             ),
             labels=_labels(self._instance),
             taints=[eks.CfnNodegroup.TaintProperty(key=names.GPU_TAINT_KEY, value="true", effect="NO_SCHEDULE")],
-            node_repair_config=eks.CfnNodegroup.NodeRepairConfigProperty(enabled=True),
+            node_repair_config=node_repair(job),
         )
 
 

@@ -1,20 +1,57 @@
-"""The trainer image's repository: a stack of its own, so that images can be pushed before any GPU node costs money."""
+"""The trainer image: its repository, and a build of it, in a stack that costs nothing while no GPU node exists."""
 
+from pathlib import Path
 from typing import Any
 
 import aws_cdk as cdk
+from aws_cdk import aws_codebuild as codebuild
 from aws_cdk import aws_ecr as ecr
+from aws_cdk import aws_logs as logs
+from aws_cdk import aws_s3_assets as assets
+from aws_cdk import aws_ssm as ssm
 from constructs import Construct
 
 from config.cluster import StorageConfig
 from stacks.storage import removal_policy
 
+TRAINING = Path(__file__).parents[1] / "training"
+# The same Ubuntu from a registry without Docker Hub's limit of anonymous pulls, which CodeBuild's addresses often meet.
+BASE_IMAGE = "public.ecr.aws/docker/library/ubuntu:24.04"
+
+_BUILD = """\
+set -euo pipefail
+aws ecr get-login-password | docker login --username AWS --password-stdin "${REPOSITORY_URI%%/*}"
+digest_of_tag() {
+  aws ecr describe-images --repository-name "$REPOSITORY_NAME" --image-ids "imageTag=$TAG" \\
+    --query 'imageDetails[0].imageDigest' --output text
+}
+if ! digest=$(digest_of_tag 2>/dev/null); then
+  mkdir /tmp/context && cp -r "$CODEBUILD_SRC_DIR" /tmp/context/training
+  docker build --platform linux/amd64 --build-arg "BASE=$BASE_IMAGE" \\
+    --file /tmp/context/training/Dockerfile --tag "$REPOSITORY_URI:$TAG" /tmp/context
+  docker run --rm "$REPOSITORY_URI:$TAG"
+  docker push --quiet "$REPOSITORY_URI:$TAG"
+  digest=$(digest_of_tag)
+fi
+aws ssm put-parameter --name "$PARAMETER" --type String --overwrite --value "$REPOSITORY_URI@$digest"
+"""
+
 
 class ImageStack(cdk.Stack):
-    """One ECR repository. Tags can't move, and the job names its image by digest anyway."""
+    """One ECR repository, a CodeBuild project, and the parameter that tells which image came out last.
+
+    Tags can't move, and the job names its image by digest anyway. The tag is the hash of the training folder: the same
+    sources are built once, and a second build only finds the digest again.
+    """
 
     def __init__(self, scope: Construct, id_: str, *, config: StorageConfig, **kwargs: Any) -> None:
-        super().__init__(scope, id_, description="Training: image repository", **kwargs)
+        super().__init__(
+            scope,
+            id_,
+            description="Training: image repository and build",
+            termination_protection=config.retain_data,
+            **kwargs,
+        )
         self.repository = ecr.Repository(
             self,
             "Repository",
@@ -24,4 +61,65 @@ class ImageStack(cdk.Stack):
             # ECR deletes no repository that still holds images; without this a stack that should go gets stuck.
             empty_on_delete=not config.retain_data,
         )
+        # Written by every build; CloudFormation sets it once and then leaves it alone.
+        self.parameter = ssm.StringParameter(
+            self,
+            "ImageParameter",
+            parameter_name=f"/{self.stack_name}/image",
+            string_value="none",
+            description="The newest trainer image, by digest",
+        )
+        self.project = self._project()
+        self.repository.grant_pull_push(self.project)
+        self.repository.grant_read(self.project)
+        self.parameter.grant_write(self.project)
         cdk.CfnOutput(self, "RepositoryUri", value=self.repository.repository_uri, description="docker push target")
+        cdk.CfnOutput(self, "ProjectName", value=self.project.project_name, description="what `make image` starts")
+        cdk.CfnOutput(self, "ParameterName", value=self.parameter.parameter_name, description="the image it made")
+
+    def _project(self) -> codebuild.Project:
+        source = assets.Asset(
+            self,
+            "Source",
+            path=str(TRAINING),
+            # A tag must not depend on what Python left lying about.
+            exclude=["**/__pycache__", "**/*.pyc"],
+            ignore_mode=cdk.IgnoreMode.DOCKER,
+        )
+        variables = {
+            "REPOSITORY_URI": self.repository.repository_uri,
+            "REPOSITORY_NAME": self.repository.repository_name,
+            "TAG": source.asset_hash,
+            "BASE_IMAGE": BASE_IMAGE,
+            "PARAMETER": self.parameter.parameter_name,
+        }
+        return codebuild.Project(
+            self,
+            "Project",
+            description="Builds training/ and pushes it",
+            source=codebuild.Source.s3(bucket=source.bucket, path=source.s3_object_key),
+            environment=codebuild.BuildEnvironment(
+                build_image=codebuild.LinuxBuildImage.STANDARD_7_0,
+                # 128 GB of disk, where the smallest has 64, and eight CPUs to compress a 20 GB image with.
+                compute_type=codebuild.ComputeType.LARGE,
+                privileged=True,  # for its Docker daemon
+            ),
+            environment_variables={
+                name: codebuild.BuildEnvironmentVariable(value=value) for name, value in variables.items()
+            },
+            build_spec=codebuild.BuildSpec.from_object(
+                {"version": "0.2", "env": {"shell": "bash"}, "phases": {"build": {"commands": [_BUILD]}}}
+            ),
+            timeout=cdk.Duration.hours(2),
+            queued_timeout=cdk.Duration.minutes(30),
+            logging=codebuild.LoggingOptions(
+                cloud_watch=codebuild.CloudWatchLoggingOptions(
+                    log_group=logs.LogGroup(
+                        self,
+                        "BuildLog",
+                        retention=logs.RetentionDays.ONE_MONTH,
+                        removal_policy=cdk.RemovalPolicy.DESTROY,
+                    )
+                )
+            ),
+        )

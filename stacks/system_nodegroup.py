@@ -34,7 +34,7 @@ class SystemNodegroup(Construct):
             "Nodegroup",
             cluster_name=cluster.cluster_name,
             node_role=node_role.role_arn,
-            subnets=[subnet.subnet_id for subnet in network.vpc.private_subnets],
+            subnets=[subnet.subnet_id for subnet in network.private_subnets],
             ami_type="AL2023_x86_64_STANDARD",
             version=config.kubernetes_version,
             launch_template=eks.CfnNodegroup.LaunchTemplateSpecificationProperty(

@@ -17,6 +17,12 @@ ROOT = Path(__file__).parents[2]
 CONTEXT = json.loads((ROOT / "cdk.json").read_text())["context"] | {"aws:cdk:disable-asset-staging": True}
 
 
+@pytest.fixture(scope="session")
+def cdk_context() -> dict:
+    """Context of every synth here."""
+    return CONTEXT
+
+
 def merged(base: dict, changes: dict) -> dict:
     """`base` with `changes` on top: a nested mapping is merged, unless it has a `kind`, which makes it another."""
     result = dict(base)

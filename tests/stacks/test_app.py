@@ -39,7 +39,7 @@ def test_two_real_synths_without_network_or_credentials_are_byte_identical(cdk_c
     for synth in [start_synth(cdk_command, output, offline_environment) for output in (first, second)]:
         said, _ = synth.communicate(timeout=240)
         assert synth.returncode == 0, said
-    assert {f"{name}.template.json" for name in ("Network", "Storage", "Image", "Cluster")} <= {
+    assert {f"{name}.template.json" for name in ("Network", "Storage", "Image", "Cluster", "Observability")} <= {
         path.name for path in files(first)
     }
     assert files(first) == files(second)

@@ -5,7 +5,7 @@ from aws_cdk.assertions import Match
 
 from config import names
 from config.instances import INSTANCE_TYPES
-from stacks.addons import MANAGED_ADDONS
+from stacks.addons import CLOUDWATCH_ADDON, MANAGED_ADDONS
 
 PODS_TRUST = ["sts:AssumeRole", "sts:TagSession"]
 
@@ -73,7 +73,7 @@ def test_an_admin_role_of_the_account_gets_in_through_an_access_entry(cluster, o
     )
 
 
-@pytest.mark.parametrize("addon", MANAGED_ADDONS, ids=lambda addon: addon.name)
+@pytest.mark.parametrize("addon", [*MANAGED_ADDONS, CLOUDWATCH_ADDON], ids=lambda addon: addon.name)
 def test_every_add_on_is_pinned_and_on_time(cluster, addon, only):
     prefix = ("NetworkAddons" if addon.before_nodes else "Addons") + addon.id_
     found = [
@@ -88,7 +88,12 @@ def test_every_add_on_is_pinned_and_on_time(cluster, addon, only):
 
 
 @pytest.mark.parametrize(
-    ("addon", "account"), [("vpc-cni", "aws-node"), ("aws-fsx-csi-driver", "fsx-csi-controller-sa")]
+    ("addon", "account"),
+    [
+        ("vpc-cni", "aws-node"),
+        ("aws-fsx-csi-driver", "fsx-csi-controller-sa"),
+        ("amazon-cloudwatch-observability", "cloudwatch-agent"),
+    ],
 )
 def test_add_ons_that_call_aws_have_a_pod_identity_role(cluster, addon, account):
     (resource,) = [
@@ -144,18 +149,19 @@ def test_every_chart_is_pinned(cluster):
         "nvidia-device-plugin": "0.19.3",
         "aws-efa-k8s-device-plugin": "v0.5.30",
         "jobset": "0.12.0",
+        "dcgm-exporter": "4.8.3",
     }
 
 
-@pytest.mark.parametrize("chart", ["nvidia-device-plugin", "aws-efa-k8s-device-plugin"])
-def test_device_plugins_tolerate_the_taint_of_the_gpu_nodes(cluster, nodegroup, chart):
+@pytest.mark.parametrize("chart", ["nvidia-device-plugin", "aws-efa-k8s-device-plugin", "dcgm-exporter"])
+def test_daemon_sets_tolerate_the_taint_of_the_gpu_nodes(cluster, nodegroup, chart):
     (taint,) = nodegroup(cluster)["Taints"]
     (toleration,) = charts(cluster)[chart]["Values"]["tolerations"]
     assert toleration == {"key": taint["Key"], "operator": "Exists", "effect": "NoSchedule"}
 
 
-@pytest.mark.parametrize("chart", ["nvidia-device-plugin", "aws-efa-k8s-device-plugin"])
-def test_device_plugins_select_a_label_that_the_gpu_nodes_have(cluster, nodegroup, chart):
+@pytest.mark.parametrize("chart", ["nvidia-device-plugin", "aws-efa-k8s-device-plugin", "dcgm-exporter"])
+def test_daemon_sets_select_a_label_that_the_gpu_nodes_have(cluster, nodegroup, chart):
     selector = charts(cluster)[chart]["Values"]["nodeSelector"]
     assert selector.items() <= nodegroup(cluster)["Labels"].items()
 
@@ -175,6 +181,67 @@ def test_efa_plugin_comes_from_the_regions_own_registry_and_knows_our_instance_t
     values = charts(synthesize(cluster=zones)["cluster"])["aws-efa-k8s-device-plugin"]["Values"]
     assert values["image"]["repository"].startswith("602401143452.dkr.ecr.eu-north-1.amazonaws.com/")
     assert set(values["supportedInstanceLabels"]["values"]) == set(INSTANCE_TYPES)
+
+
+def test_gpu_metrics_count_xids_have_room_and_use_the_agents_host_engine(cluster):
+    values = charts(cluster)["dcgm-exporter"]["Values"]
+    fields = [line.split(",")[0] for line in values["customMetrics"].splitlines()]
+    assert "DCGM_FI_DEV_XID_ERRORS" in fields
+    assert values["resources"]["limits"] == {"memory": "1Gi"}
+    host, engine = values["extraEnv"]
+    assert host["valueFrom"] == {"fieldRef": {"fieldPath": "status.hostIP"}}
+    assert engine == {"name": "DCGM_REMOTE_HOSTENGINE_INFO", "value": "$(HOST_IP):5555"}
+    assert values["serviceMonitor"] == {"enabled": False}, "its CRD is not there"
+
+
+@pytest.mark.parametrize(("addons", "chart"), [({"dcgm_exporter": False}, "dcgm-exporter"), ({}, "kueue")])
+def test_what_the_deployment_does_not_ask_for_is_not_installed(synthesize, addons, chart):
+    assert chart not in charts(synthesize(cluster={"addons": addons})["cluster"])
+
+
+def test_kueue_is_pinned_and_runs_on_system_nodes(synthesize):
+    kueue = charts(synthesize(cluster={"addons": {"kueue": True}})["cluster"])["kueue"]
+    assert kueue["Version"] == "0.19.4"
+    selector = kueue["Values"]["controllerManager"]["nodeSelector"]
+    assert selector == {names.NODE_ROLE_LABEL: names.NODE_ROLE_SYSTEM}
+
+
+def addon(template, name):
+    found = [r["Properties"] for r in template.find_resources("AWS::EKS::Addon").values()]
+    return [properties for properties in found if properties["AddonName"] == name]
+
+
+def test_container_insights_collects_gpus_and_injects_nothing_into_trainers(cluster):
+    (agent,) = addon(cluster, "amazon-cloudwatch-observability")
+    values = json.loads(agent["ConfigurationValues"])
+    kubernetes = values["agent"]["config"]["logs"]["metrics_collected"]["kubernetes"]
+    assert kubernetes == {"enhanced_container_insights": True, "accelerated_compute_metrics": True}
+    assert values["manager"]["applicationSignals"]["autoMonitor"] == {"monitorAllServices": False}
+
+
+def test_without_metrics_there_is_no_agent(synthesize):
+    template = synthesize(cluster={"observability": {"metrics": "none"}})["cluster"]
+    assert addon(template, "amazon-cloudwatch-observability") == []
+
+
+def test_without_internet_every_chart_and_image_comes_from_the_mirror(synthesize):
+    mirror = "123456789012.dkr.ecr.us-west-2.amazonaws.com/mirror"
+    settings = {"network": {"egress": "none", "mirror_registry": mirror}, "addons": {"kueue": True}}
+    found = charts(synthesize(cluster=settings)["cluster"])
+    assert {name: chart["Repository"] for name, chart in found.items()} == {
+        name: f"oci://{mirror}/charts/{name}" for name in found
+    }
+    images = {name: chart["Values"].get("image", {}).get("repository") for name, chart in found.items()}
+    assert images == {
+        "nvidia-device-plugin": f"{mirror}/nvidia/k8s-device-plugin",
+        "aws-efa-k8s-device-plugin": "602401143452.dkr.ecr.us-west-2.amazonaws.com/eks/aws-efa-k8s-device-plugin",
+        "jobset": "mirror/jobset/jobset",
+        "dcgm-exporter": f"{mirror}/nvidia/k8s/dcgm-exporter",
+        "kueue": None,
+    }
+    assert found["jobset"]["Values"]["image"]["registry"] == mirror.removesuffix("/mirror")
+    manager = found["kueue"]["Values"]["controllerManager"]["manager"]
+    assert manager == {"image": {"repository": f"{mirror}/kueue/kueue"}}
 
 
 def manifests(template):

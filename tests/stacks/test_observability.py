@@ -1,0 +1,123 @@
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from config.cluster import ObservabilityConfig
+from training.config import describe_errors
+
+MAIL = "ops@example.com"
+
+
+@pytest.fixture(scope="session")
+def observability(templates):
+    return templates["observability"]
+
+
+@pytest.fixture(scope="session")
+def told(synthesize):
+    """With somebody to tell, and a budget."""
+    settings = {"alarm_email": MAIL, "monthly_budget_usd": 50_000}
+    return synthesize(cluster={"observability": settings})["observability"]
+
+
+def alarms(template):
+    found = [r["Properties"] for r in template.find_resources("AWS::CloudWatch::Alarm").values()]
+    return {alarm["MetricName"]: alarm for alarm in found}
+
+
+@pytest.mark.parametrize(
+    ("metric", "statistic", "comparison", "threshold"),
+    [
+        ("FreeDataStorageCapacity", "Sum", "LessThanThreshold", 4800 * 1024**3 / 10),
+        ("cluster_failed_node_count", "Maximum", "GreaterThanOrEqualToThreshold", 1),
+        ("node_gpu_limit", "Minimum", "LessThanThreshold", 8),
+        ("cluster_node_count", "Minimum", "LessThanThreshold", 5),  # 2 + 1 GPU nodes and 2 system nodes
+    ],
+)
+def test_alarms_of_the_shipped_deployment(observability, metric, statistic, comparison, threshold):
+    alarm = alarms(observability)[metric]
+    assert (alarm["Statistic"], alarm["ComparisonOperator"]) == (statistic, comparison)
+    assert alarm["Threshold"] == pytest.approx(threshold)
+    assert alarm["Period"] == 60
+
+
+def test_every_alarm_says_when_it_begins_and_when_it_ends(observability, only):
+    topic = only(observability, "AWS::SNS::Topic", "Topic")[0]
+    for alarm in alarms(observability).values():
+        assert alarm["AlarmActions"] == alarm["OKActions"] == [{"Ref": topic}]
+
+
+def test_alarms_look_at_this_file_system_and_this_cluster(observability):
+    found = alarms(observability)
+    assert "FileSystem" in json.dumps(found["FreeDataStorageCapacity"]["Dimensions"])
+    for name in ("cluster_failed_node_count", "node_gpu_limit", "cluster_node_count"):
+        assert "RefCluster" in json.dumps(found[name]["Dimensions"])
+
+
+def test_without_metrics_only_what_aws_reports_by_itself_is_watched(synthesize):
+    template = synthesize(cluster={"observability": {"metrics": "none"}})["observability"]
+    assert set(alarms(template)) == {"FreeDataStorageCapacity"}
+    template.resource_count_is("AWS::Events::Rule", 1)
+
+
+def test_the_end_of_a_blocks_nodes_is_no_alarm(synthesize):
+    block = {"kind": "capacity_block", "reservation_id": "cr-0123456789abcdef0", "started": True}
+    template = synthesize(cluster={"capacity": block})["observability"]
+    assert "cluster_node_count" not in alarms(template)
+    assert "node_gpu_limit" in alarms(template)
+
+
+def test_a_gpu_node_that_ends_is_told(observability, only):
+    rule = only(observability, "AWS::Events::Rule", "GpuNodeEnded")[1]["Properties"]
+    pattern = rule["EventPattern"]
+    assert pattern["source"] == ["aws.autoscaling"]
+    assert pattern["detail-type"] == ["EC2 Instance Terminate Successful"]
+    (match,) = pattern["detail"]["AutoScalingGroupName"]
+    text = json.dumps(match["prefix"])
+    assert "eks-" in text
+    assert "NodegroupName" in text
+    topic = only(observability, "AWS::SNS::Topic", "Topic")[0]
+    assert rule["Targets"][0]["Arn"] == {"Ref": topic}
+
+
+def test_cloudwatch_and_eventbridge_may_use_the_topics_key(observability):
+    (key,) = observability.find_resources("AWS::KMS::Key").values()
+    for statement in key["Properties"]["KeyPolicy"]["Statement"][1:]:
+        assert set(statement["Action"]) == {"kms:Decrypt", "kms:GenerateDataKey*"}
+    text = json.dumps(key["Properties"]["KeyPolicy"]["Statement"][1:])
+    assert "cloudwatch.amazonaws.com" in text
+    assert "events.amazonaws.com" in text
+
+
+def test_nobody_is_told_and_nothing_budgeted_until_the_deployment_says_so(observability):
+    observability.resource_count_is("AWS::SNS::Subscription", 0)
+    observability.resource_count_is("AWS::Budgets::Budget", 0)
+
+
+def test_alarms_and_budget_go_to_the_address_of_the_deployment(told):
+    told.has_resource_properties("AWS::SNS::Subscription", {"Protocol": "email", "Endpoint": MAIL})
+    (budget,) = told.find_resources("AWS::Budgets::Budget").values()
+    assert budget["Properties"]["Budget"]["BudgetLimit"] == {"Amount": 50_000, "Unit": "USD"}
+    notifications = budget["Properties"]["NotificationsWithSubscribers"]
+    assert [(n["Notification"]["NotificationType"], n["Notification"]["Threshold"]) for n in notifications] == [
+        ("ACTUAL", 80),
+        ("FORECASTED", 100),
+    ]
+    assert {n["Subscribers"][0]["Address"] for n in notifications} == {MAIL}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"monthly_budget_usd": 100}, ["monthly_budget_usd 100", "without alarm_email", "set that too"]),
+        ({"alarm_email": "ops"}, ["alarm_email: ", "is no e-mail address", "ops@example.com"]),
+        ({"metrics": "prometheus"}, ["metrics: ", "'cloudwatch' or 'none'", "prometheus"]),
+        ({"alarm_email": MAIL, "monthly_budget_usd": 0}, ["monthly_budget_usd: ", "0"]),
+    ],
+)
+def test_a_wrong_setting_is_one_line(settings, words):
+    with pytest.raises(ValidationError) as caught:
+        ObservabilityConfig.model_validate(settings)
+    (line,) = describe_errors(caught.value).splitlines()
+    assert all(word in line for word in words), line
