@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ _REPOSITORY = Path(__file__).resolve().parent.parent
 # A process in uninterruptible sleep (a hung mount) can't be killed: it is not waited for any longer than this.
 _STOP_SECONDS = 20
 # What a node's processes may inherit from the person's own environment.
-_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE")
+_INHERITED = ("PATH", "HOME", "LANG")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class LocalCluster:
         # Orphans of a killed launcher become our children instead of init's, so that they can be found and ended.
         adopt_orphans()
         self.logs.mkdir(parents=True, exist_ok=True)
+        # Sockets and scratch of the launchers, which a killed one leaves behind. Not under `shared_directory`, whose
+        # path may be too long for a Unix socket's name.
+        self._scratch = tempfile.TemporaryDirectory(prefix="drill-", ignore_cleanup_errors=True)
         Path(self.site(0).train_json).write_text(launcher.train_json(self._deployment, self.site(0)))
         self.started_t = time.time()
         try:
@@ -93,6 +97,7 @@ class LocalCluster:
     def _spawn(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         inherited = {key: os.environ[key] for key in _INHERITED if key in os.environ}
         scripts = str(Path(sys.executable).parent)
+        inherited["TMPDIR"] = self._scratch.name
         inherited["PATH"] = f"{scripts}{os.pathsep}{inherited.get('PATH', os.defpath)}"
         with (self.logs / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
@@ -130,6 +135,7 @@ class LocalCluster:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(alive, timeout=1)
+        self._scratch.cleanup()
 
 
 def free_port() -> int:

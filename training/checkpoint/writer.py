@@ -122,7 +122,8 @@ class BackgroundWriter:
         """
         if self._queue is None:
             return
-        for process in (self._queue._get_async_caller().process, self._manager._process):
+        results_queue = self._manager._process  # pyright: ignore[reportAttributeAccessIssue]  set by start()
+        for process in (self._queue._get_async_caller().process, results_queue):
             if process is None or not process.is_alive():
                 raise CheckpointWriterError("the background checkpoint writer died")
 
