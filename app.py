@@ -1,5 +1,6 @@
 """CDK entry: reads the context, loads one deployment file and declares its stacks."""
 
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from stacks.image import ImageStack
 from stacks.network import NetworkStack
 from stacks.observability import ObservabilityStack
 from stacks.storage import StorageStack
+
+# CloudFormation's limits for one template (CloudFormation user guide, "Quotas").
+MAX_RESOURCES = 500
+MAX_TEMPLATE_KIB = 1024
 
 DEPLOYMENTS = Path(__file__).parent / "deployments"
 
@@ -87,7 +92,10 @@ def main() -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    app.synth()
+    for stack in app.synth().stacks:
+        template = Path(stack.template_full_path).read_text()
+        count, kib = len(json.loads(template)["Resources"]), len(template) // 1024
+        print(f"{stack.stack_name}: {count} of {MAX_RESOURCES} resources, {kib} of {MAX_TEMPLATE_KIB} KiB")
 
 
 def _deployment_path(named: str | None) -> Path:

@@ -83,6 +83,8 @@ class StorageStack(cdk.Stack):
             enforce_ssl=True,
             object_ownership=s3.ObjectOwnership.BUCKET_OWNER_ENFORCED,
             removal_policy=removal,
+            # CloudFormation deletes no bucket that still holds objects; without this a stack that should go gets stuck.
+            auto_delete_objects=removal == cdk.RemovalPolicy.DESTROY,
         )
         # FSx uploads in parts; those of an interrupted upload are invisible and billed.
         bucket.add_lifecycle_rule(id="abandoned-uploads", abort_incomplete_multipart_upload_after=cdk.Duration.days(7))

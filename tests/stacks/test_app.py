@@ -9,7 +9,7 @@ from pathlib import Path
 import aws_cdk as cdk
 import pytest
 
-from app import build
+from app import MAX_RESOURCES, MAX_TEMPLATE_KIB, build
 from config.deployment import load
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +51,28 @@ def test_assembly_needs_no_lookup_and_no_account(templates):
         text = json.dumps(template.to_json())
         assert "dummy-value-for" not in text
         assert "Fn::GetAZs" not in text
+
+
+def test_templates_stay_below_half_of_cloudformations_limits_with_everything_on(synthesize):
+    settings = {
+        "network": {"egress": "none", "mirror_registry": "123456789012.dkr.ecr.us-west-2.amazonaws.com/mirror"},
+        "addons": {"kueue": True},
+        "observability": {"alarm_email": "ops@example.com", "monthly_budget_usd": 1},
+    }
+    for name, template in synthesize(cluster=settings, job={"node_count": 32, "spare_count": 2}).items():
+        content = template.to_json()
+        assert len(content["Resources"]) < MAX_RESOURCES / 2, name
+        assert len(json.dumps(content)) < MAX_TEMPLATE_KIB * 1024 / 2, name
+        assert len(content.get("Outputs", {})) < 100, name
+
+
+def test_synth_says_how_much_of_the_limits_is_used(offline_environment, tmp_path):
+    done = run_app(offline_environment | {"CDK_OUTDIR": str(tmp_path)}, "p5-2node")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if " of 500 resources, " in line]
+    assert {line.split(":")[0] for line in lines} == {
+        f"p5-2node-{name}" for name in ("network", "storage", "image", "cluster", "observability")
+    }
 
 
 def run_app(environment, deployment):

@@ -63,7 +63,7 @@ SWITCHES = {
         },
         "addons": {"kueue": True},
         "observability": {"alarm_email": "ops@example.com", "monthly_budget_usd": 100_000},
-        "storage": {"efa": True, "capacity_gib": 9600, "metadata_iops": 12_000},
+        "storage": {"efa": True, "capacity_gib": 9600, "metadata_iops": 12_000, "retain_data": False},
         "capacity": {"kind": "capacity_block", "reservation_id": "cr-0123456789abcdef0"},
     },
     "everything off, open to one network": {

@@ -144,6 +144,12 @@ def test_data_outlives_its_stack_unless_the_deployment_says_otherwise(
     assert resource["UpdateReplacePolicy"] == policy
 
 
+@pytest.mark.parametrize(("retain", "emptied"), [(True, 0), (False, 1)])
+def test_the_bucket_is_emptied_only_where_it_shall_go(synthesize, retain, emptied):
+    template = synthesize(cluster={"storage": {"retain_data": retain}})["storage"]
+    template.resource_count_is("Custom::S3AutoDeleteObjects", emptied)
+
+
 def test_image_tags_cannot_move_and_images_are_scanned(templates):
     templates["image"].has_resource_properties(
         "AWS::ECR::Repository",
