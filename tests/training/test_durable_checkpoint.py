@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from training.checkpoint.durable import TRACKER, CheckpointError, DurableCheckpointer, committed_steps
-from training.checkpoint.writer import BackgroundWriter
+from training.checkpoint.writer import BackgroundWriter, CheckpointWriterError
 from training.config import CheckpointConfig
 
 MANIFEST = {"world_size": 2, "loss": 1.0, "identity": {}}
@@ -128,6 +128,23 @@ def test_a_dead_writer_fails_its_save_on_every_rank_and_the_next_save_works(run_
     assert loaded["w1"][0].item() == 4.0
 
 
+def kill_results_queue(rank: int, directory: Path) -> int:
+    saver = Saver(directory, rank)
+    saver.checkpointer.newest()
+    os.kill(saver.writer._manager._process.pid, signal.SIGKILL)
+    saver.writer._manager._process.join()
+    with pytest.raises(CheckpointWriterError, match="died"):
+        saver.save(1)
+    saver.writer.get_ready()
+    saver.save(1)
+    saver.writer.close()
+    return committed_steps(directory)[-1]
+
+
+def test_a_dead_results_queue_is_noticed_at_the_next_save_and_replaced(run_ranks, tmp_path):
+    assert run_ranks(kill_results_queue, tmp_path, world_size=1) == [1]
+
+
 def write_beyond_the_limit(rank: int, directory: Path) -> str:
     # As a full disk or a quota does: the write itself fails, in the worker process, which inherits the limit.
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
@@ -210,7 +227,7 @@ def test_a_copy_of_a_checkpoint_beside_it_does_not_matter(tmp_path):
 def test_writer_and_results_queue_die_with_a_trainer_that_is_killed(tmp_path):
     code = """
 import os, sys, signal
-from training.checkpoint.writer import BackgroundWriter
+from training.checkpoint.writer import BackgroundWriter, CheckpointWriterError
 if __name__ == "__main__":
     writer = BackgroundWriter(rank=0)
     writer.get_ready()

@@ -115,12 +115,17 @@ class BackgroundWriter:
         self._pending = None
 
     def check_alive(self) -> None:
-        """Raise CheckpointWriterError when the worker process is gone; NVRx itself would wait for ever."""
+        """Raise CheckpointWriterError when worker or results queue is gone; NVRx itself would wait for ever.
+
+        The worker does not notice the queue's end before its next save, dies of it while NVRx hands it that save, and
+        leaves NVRx waiting.
+        """
         if self._queue is None:
             return
-        process = self._queue._get_async_caller().process
-        if process is None or not process.is_alive():
-            raise CheckpointWriterError("the background checkpoint writer died")
+        results_queue = self._manager._process  # pyright: ignore[reportAttributeAccessIssue]  set by start()
+        for process in (self._queue._get_async_caller().process, results_queue):
+            if process is None or not process.is_alive():
+                raise CheckpointWriterError("the background checkpoint writer died")
 
     def close(self, *, abort: bool = False) -> None:
         """End the worker and the results queue; with `abort` at once, else after the save in flight."""
