@@ -5,15 +5,24 @@ import signal
 import sys
 from pathlib import Path
 
-from config.deployment import load
-from drills.run import DrillError, parse_fault, run_drill
-
 
 def main() -> int:
     """Parse the command line; returns 0 when the drill passed, 1 when it did not, 2 for a user's mistake."""
     arguments = _parser().parse_args()
     # SIGTERM leaves through the same door as Ctrl-C, so that the processes of the drill are ended either way.
     signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted: every process of the drill has been ended", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # These take seconds to load: imported here, a Ctrl-C meanwhile is answered like any other.
+    from config.deployment import load
+    from drills.run import DrillError, parse_fault, run_drill
+
     try:
         report = run_drill(
             load(arguments.deployment),
@@ -28,9 +37,9 @@ def main() -> int:
     except DrillError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted: every process of the drill has been ended", file=sys.stderr)
-        return 130
+    except OSError as error:  # in the midst of the drill: what stood in the way at its start is a ValueError
+        print(f"error: {error.filename or arguments.out}: {error.strerror or error}", file=sys.stderr)
+        return 1
     return 0 if report["passed"] else 1
 
 

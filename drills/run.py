@@ -1,6 +1,7 @@
 """One drill: the undisturbed reference, then the same run with faults, then the report that compares them."""
 
 import importlib.metadata
+import os
 import platform
 import re
 import shutil
@@ -144,17 +145,28 @@ def _prepare_corpus(deployment: DeploymentConfig, out: Path) -> None:
     prepare_data.prepare(
         Path(sysconfig.get_paths()["stdlib"]),
         "*.py",
-        out / deployment.train.data.path.removeprefix(f"{names.FSX_MOUNT}/"),
+        _corpus(deployment, out),
         tokenizer="bytes",
         max_bytes=_CORPUS_BYTES,
         exclude=("site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib"),
     )
 
 
+def _corpus(deployment: DeploymentConfig, out: Path) -> Path:
+    return out / "data" / Path(deployment.train.data.path).name
+
+
+def _link_corpus(deployment: DeploymentConfig, out: Path, shared: Path) -> None:
+    """Have one run's shared volume show the corpus at `data.path`, and nothing else of what lies outside it."""
+    link = shared / deployment.train.data.path.removeprefix(f"{names.FSX_MOUNT}/")
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(os.path.relpath(_corpus(deployment, out), link.parent))
+
+
 def _run(label: str, deployment: DeploymentConfig, *, out: Path, port: int | None, timeout_seconds: float) -> Finished:
     shared = out / label
     shared.mkdir()
-    (shared / "data").symlink_to(Path("..") / "data")
+    _link_corpus(deployment, out, shared)
     _say(f"{label}: {deployment.job.pod_count} nodes x {deployment.job.ranks_per_node} rank, logs in {shared / 'logs'}")
     directory = shared / deployment.train.run_directory.removeprefix(f"{names.FSX_MOUNT}/")
     with LocalCluster(deployment, shared_directory=shared.absolute(), port=port) as cluster:

@@ -9,6 +9,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -58,7 +59,7 @@ class Process:
 class Trainer:
     """State and steps of one attempt."""
 
-    def __init__(self, config: TrainConfig, process: Process) -> None:
+    def __init__(self, config: TrainConfig, process: Process, *, ping: Callable[[], None]) -> None:
         self.config = config
         self.process = process
         mesh = parallelism.build_mesh(config.parallelism, world_size=process.world_size, device=process.device)
@@ -68,7 +69,10 @@ class Trainer:
         self.corpus.check_fits(config.data, config.model)
         self.order = DataOrder(self.corpus.num_samples(config.seq_len), config.global_batch_size, config.seed)
         self.checkpointer = DurableCheckpointer(
-            config.checkpoint, writer=process.writer, attempt=f"{process.cycle}-{process.events.iteration}"
+            config.checkpoint,
+            writer=process.writer,
+            attempt=f"{process.cycle}-{process.events.iteration}",
+            ping=ping,
         )
         self.faults = FaultInjector(
             config.faults, run_directory=Path(config.run_directory), rank=process.rank, events=process.events
@@ -161,11 +165,13 @@ class Trainer:
 def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper | None) -> None:
     """Train from the newest checkpoint to the last step. The function that in-process restart enters again."""
     events, monitor = process.events, process.monitor
+    # Tells the in-process layer's soft timeout that this rank makes progress.
+    ping = call_wrapper.ping if call_wrapper is not None else lambda: None
     events.write("enter")
     monitor.connect()
     with monitor.section("setup"):
         try:
-            trainer, start = _set_up(config, process)
+            trainer, start = _set_up(config, process, ping=ping)
         except (ValueError, CheckpointError) as error:  # what no restart can mend: settings, corpus, checkpoints
             _give_up(config, process, str(error))
     for step in range(start + 1, config.total_steps + 1):
@@ -175,8 +181,7 @@ def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper
             events.write("step", step=step, started_t=started_t, **result)
         if process.rank == 0:
             print(f"step {step}/{config.total_steps} loss {result['loss']:.4f}", flush=True)
-        if call_wrapper is not None:
-            call_wrapper.ping()
+        ping()
         monitor.heartbeat()
         with monitor.section("checkpointing"):
             _checkpoint(trainer, step)
@@ -192,7 +197,7 @@ def _give_up(config: TrainConfig, process: Process, reason: str) -> NoReturn:
     raise SystemExit(EXIT_NO_RESTART)
 
 
-def _set_up(config: TrainConfig, process: Process) -> tuple[Trainer, int]:
+def _set_up(config: TrainConfig, process: Process, *, ping: Callable[[], None]) -> tuple[Trainer, int]:
     events = process.events
     seed_random_state(config.seed, process.rank)
     parallelism.init_process_group(
@@ -204,7 +209,7 @@ def _set_up(config: TrainConfig, process: Process) -> tuple[Trainer, int]:
         timeout=datetime.timedelta(seconds=config.restarts.collective_timeout_seconds),
     )
     events.write("process_group_ready")
-    trainer = Trainer(config, process)
+    trainer = Trainer(config, process, ping=ping)
     events.write("model_ready")
     events.write("restore_start")
     start = trainer.restore()

@@ -1,15 +1,21 @@
 """A user's mistakes: one line that says what to do, exit code 2, nothing left behind."""
 
+import errno
+import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from config.deployment import load
+from drills.__main__ import main as drills_main
 from drills.run import check, parse_fault
-from tests.drills.harness import REPOSITORY, run_drill_cli
+from tests.drills.harness import REPOSITORY, drill_command, run_drill_cli
 
 
 def one_line_error(deployment: Path, out: Path, *arguments: str) -> str:
@@ -96,6 +102,42 @@ def test_a_full_disk_is_noticed_before_anything_is_written(deployment_file, tmp_
     with pytest.raises(ValueError, match=r"1 MB free, the drill needs \d+ MB; free some space"):
         check(load(deployment_file), tmp_path / "out", None)
     assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_while_the_libraries_still_load_is_no_traceback(deployment_file, tmp_path):
+    # A finder that is asked first stops at the first of the drill's own imports, which take seconds.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'drills.run':\n"
+        "            print('loading', flush=True)\n"
+        "            time.sleep(60)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+    )
+    process = subprocess.Popen(
+        drill_command(deployment_file, tmp_path / "out"),
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert stderr == "interrupted: every process of the drill has been ended\n"
+
+
+def test_a_disk_that_fails_in_the_midst_of_a_drill_is_one_line(deployment_file, tmp_path, monkeypatch, capsys):
+    def fail(_directory):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path / "out" / "run"))
+
+    monkeypatch.setattr("drills.run._make_out", fail)
+    monkeypatch.setattr(sys, "argv", ["drills", *drill_command(deployment_file, tmp_path / "out")[3:]])
+    assert drills_main() == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'out' / 'run'}: Input/output error\n"
 
 
 def test_a_deployment_that_needs_gpus_is_refused(tmp_path):

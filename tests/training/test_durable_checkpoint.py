@@ -128,6 +128,23 @@ def test_a_dead_writer_fails_its_save_on_every_rank_and_the_next_save_works(run_
     assert loaded["w1"][0].item() == 4.0
 
 
+def save_at_once(rank: int, directory: Path) -> int:
+    saver = Saver(directory, rank)
+    pings = []
+    saver.checkpointer = DurableCheckpointer(
+        saver.config, writer=saver.writer, attempt="0-0", ping=lambda: pings.append(1)
+    )
+    saver.checkpointer.newest()
+    saver.save(1)  # the worker has just been started and loads its libraries for seconds
+    saver.writer.close()
+    return len(pings)
+
+
+def test_a_save_that_has_to_wait_pings_the_in_process_layer_meanwhile(run_ranks, tmp_path):
+    (pings,) = run_ranks(save_at_once, tmp_path, world_size=1)
+    assert pings > 10
+
+
 def kill_results_queue(rank: int, directory: Path) -> int:
     saver = Saver(directory, rank)
     saver.checkpointer.newest()

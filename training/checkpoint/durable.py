@@ -14,6 +14,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,25 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 class DurableCheckpointer:
-    """Saves and restores one training attempt's state. Every method but `close` is collective."""
+    """Saves and restores one training attempt's state. Every method is collective.
 
-    def __init__(self, config: CheckpointConfig, *, writer: BackgroundWriter, attempt: str) -> None:
+    `ping` is called again and again while a save is waited for: slow storage is no hang. How long it may take is for
+    the rank monitor's checkpointing section to say.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        writer: BackgroundWriter,
+        attempt: str,
+        ping: Callable[[], None] = lambda: None,
+    ) -> None:
         self._directory = Path(config.directory)
         self._keep_latest = config.keep_latest
         self._writer = writer
         self._attempt = attempt
+        self._ping = ping
         self._in_flight: _InFlight | None = None
         self._rank = dist.get_rank()
 
@@ -95,7 +108,7 @@ class DurableCheckpointer:
         # The attempt is in the name: files of an earlier attempt at this step, or of a writer that outlived its
         # trainer on another node, can never end up in this one.
         path = self._directory / f"{_WRITING}step-{step:08d}-{self._attempt}"
-        pending = self._writer.schedule(state, path)
+        pending = self._writer.schedule(state, path, ping=self._ping)
         self._in_flight = _InFlight(step, started_t, path, {"step": step, **manifest}, pending)
 
     def poll(self) -> Committed | None:
@@ -113,6 +126,7 @@ class DurableCheckpointer:
             committed = self.poll()
             if committed is not None:
                 return committed
+            self._ping()
             time.sleep(0.02)
         return None
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -79,13 +80,21 @@ class BackgroundWriter:
         self._queue = AsyncCallsQueue(cpu_shm_mode=True)
         self._queue.schedule_async_request(AsyncRequest(_prepare_worker, (), []))
 
-    def schedule(self, state: dict[str, Any], path: Path) -> PendingSave:
+    def schedule(self, state: dict[str, Any], path: Path, *, ping: Callable[[], None]) -> PendingSave:
         """Stage `state` and start writing it under `path`; returns once it may be modified again.
 
-        Collective: every rank plans together. The caller must have seen the previous save end.
+        Collective: every rank plans together. The caller must have seen the previous save end. `ping` is called while
+        the worker still loads its libraries.
         """
         assert self._pending is None, "a save is in flight"
         assert self._queue is not None, "get_ready comes first"
+        # The worker stages, and NVRx waits for that without a look at the worker and without running any Python: on a
+        # busy host a worker that still loads would be taken for a hang of this rank.
+        while self._queue.get_num_unfinalized_calls():
+            self.poll()
+            self.check_alive()
+            ping()
+            time.sleep(0.01)
         self.check_alive()
         storage_writer = FileSystemWriterAsync(
             path, thread_count=1, use_cpu_shm_for_gpu_tensors=True, use_cached_data_structure=True
