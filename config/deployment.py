@@ -34,7 +34,7 @@ class DeploymentConfig(Config):
             ("train.run_directory", self.train.run_directory),
             ("train.checkpoint.directory", self.train.checkpoint.directory),
         ):
-            if not Path(path).is_relative_to(names.FSX_MOUNT):
+            if Path(names.FSX_MOUNT) not in Path(path).parents:
                 raise ValueError(f"{field} {path} must lie under {names.FSX_MOUNT}, the shared volume; move it there")
         return self
 

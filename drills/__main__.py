@@ -1,6 +1,7 @@
 """`python -m drills run ...`: train on a local cluster while faults strike, and report what was lost."""
 
 import argparse
+import math
 import signal
 import sys
 from pathlib import Path
@@ -50,8 +51,17 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, required=True, help="folder for report.json, report.html, logs and events")
     run.add_argument("--fault", action="append", default=[], metavar="KIND@STEP:rankN", help="may be given repeatedly")
     run.add_argument("--port", type=int, help="rendezvous port (default: a free one)")
-    run.add_argument("--timeout", type=float, default=300, help="seconds after which a run is given up (default 300)")
+    run.add_argument(
+        "--timeout", type=_seconds, default=300.0, help="seconds after which a run is given up (default 300)"
+    )
     return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
 
 
 def _interrupt(_signum: int, _frame: object) -> None:

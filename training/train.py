@@ -33,9 +33,12 @@ def main() -> int:
     world_size = int(os.environ["WORLD_SIZE"])
     try:
         config = load_train_json(arguments.config)
+    except ValueError as error:
+        return _refuse(str(error), run_directory=None)
+    try:
         config.check_world_size(world_size)
     except ValueError as error:
-        return _refuse(str(error))
+        return _refuse(str(error), run_directory=Path(config.run_directory))
     rank, cycle = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if rank == 0:  # before any rank can have an outcome: none does before it met rank 0
         for marker in (DONE_MARKER, NO_RESTART_MARKER):
@@ -46,11 +49,14 @@ def main() -> int:
     return _train(config, events, rank=rank, world_size=world_size, cycle=cycle)
 
 
-def _refuse(reason: str) -> int:
+def _refuse(reason: str, *, run_directory: Path | None) -> int:
     """Say why this can't be trained, and have the launcher end the job: the same settings would fail again."""
     from training.resilience import RankMonitor
 
     print(f"error: {reason}", file=sys.stderr)
+    if run_directory is not None:  # for the supervisor, since ft_launcher passes no rank's exit code on
+        run_directory.mkdir(parents=True, exist_ok=True)
+        (run_directory / NO_RESTART_MARKER).write_text(reason + "\n")
     monitor = RankMonitor(enabled="FT_RANK_MONITOR_IPC_SOCKET" in os.environ)
     monitor.connect()
     monitor.stop_job(reason)
@@ -71,7 +77,10 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
     gc.freeze()
     gc.enable()
     if nvidia_resiliency_ext.__version__ != NVRX_VERSION:
-        return _refuse(f"nvidia-resiliency-ext {NVRX_VERSION} is needed, not {nvidia_resiliency_ext.__version__}")
+        found = nvidia_resiliency_ext.__version__
+        return _refuse(
+            f"nvidia-resiliency-ext {NVRX_VERSION} is needed, not {found}", run_directory=Path(config.run_directory)
+        )
     device = _choose_device()
     if config.deterministic:
         torch.use_deterministic_algorithms(True)

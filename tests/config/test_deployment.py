@@ -38,6 +38,7 @@ def test_the_default_is_16_h100_and_a_spare_and_the_local_one_has_the_same_shape
     [
         ({"job": {"node_count": 3}}, "train: global_batch_size 256 is not a multiple of micro_batch_size 1 x 24 ranks"),
         ({"train": {"run_directory": "/tmp/x"}}, "train.run_directory /tmp/x must lie under /fsx"),
+        ({"train": {"data": {"path": "/fsx"}}}, "train.data.path /fsx must lie under /fsx"),
         ({"job": {"instance_type": None, "nproc_per_node": 8}}, "job.instance_type is needed when there is a cluster"),
         ({"cluster": {"vpc_cidr": "10.0.0.0/20"}, "job": {"spare_count": 60}}, "needs 3100 addresses"),
         (

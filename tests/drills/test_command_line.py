@@ -143,3 +143,10 @@ def test_a_disk_that_fails_in_the_midst_of_a_drill_is_one_line(deployment_file, 
 def test_a_deployment_that_needs_gpus_is_refused(tmp_path):
     error = one_line_error(REPOSITORY / "deployments" / "p5-2node.yaml", tmp_path / "out")
     assert "needs p5.48xlarge nodes" in error
+
+
+@pytest.mark.parametrize("timeout", ["nan", "-1", "0", "inf"])
+def test_a_timeout_that_is_no_time_is_refused(deployment_file, tmp_path, timeout):
+    finished = run_drill_cli(deployment_file, tmp_path / "out", f"--timeout={timeout}")
+    assert finished.returncode == 2
+    assert f"{timeout} is no number of seconds above 0" in finished.stderr

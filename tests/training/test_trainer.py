@@ -1,13 +1,18 @@
 """Parts of the trainer that need no job: schedule and random state."""
 
+import json
 import math
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from training.config import ScheduleConfig
+from training.config import EXIT_BAD_CONFIG, NO_RESTART_MARKER, ScheduleConfig
 from training.trainer import random_state_tensors, restore_random_state, schedule_ratio, seed_random_state
 
 
@@ -51,3 +56,29 @@ def test_ranks_draw_different_numbers():
     first = draws()
     seed_random_state(3, rank=1)
     assert all(one != other for one, other in zip(first, draws(), strict=True))
+
+
+def test_settings_that_do_not_fit_the_job_leave_the_marker_that_stops_restarts(tmp_path):
+    document = {
+        "run_name": "t",
+        "model": "debug-3m",
+        "run_directory": str(tmp_path / "run"),
+        "data": {"path": "/none"},
+        "total_steps": 1,
+        "seq_len": 8,
+        "micro_batch_size": 1,
+        "global_batch_size": 4,
+        "checkpoint": {"directory": str(tmp_path / "c"), "interval_steps": 1},
+    }
+    (tmp_path / "train.json").write_text(json.dumps(document))
+    finished = subprocess.run(
+        [sys.executable, "-m", "training.train", "--config", str(tmp_path / "train.json")],
+        env={**os.environ, "WORLD_SIZE": "3", "RANK": "0"},
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == EXIT_BAD_CONFIG
+    assert finished.stderr.splitlines()[-1].startswith("error: global_batch_size 4 is not a multiple of")
+    assert "choose a multiple of 3" in (tmp_path / "run" / NO_RESTART_MARKER).read_text()
