@@ -8,7 +8,17 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
+
+from training.config_base import Config, NonNegativeInt, PositiveFloat, PositiveInt
+from training.config_model import MODEL_PRESETS, ModelConfig
+from training.config_step import (
+    EvaluationConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    ScheduleConfig,
+)
 
 # Exit codes: the contract between trainer, launcher, supervisor and manifest. 0 only when training is complete.
 EXIT_OK = 0
@@ -19,112 +29,8 @@ EXIT_SIGTERM = 143
 # Files in the run directory that tell the supervisor how the run ended: ft_launcher's exit code alone does not.
 DONE_MARKER = "done"
 NO_RESTART_MARKER = "no-restart"
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Config(BaseModel):
-    """Base of every section: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class RopeScaling(Config):
-    """Llama 3.1's frequency scaling (names and meaning as in Hugging Face's `rope_scaling`)."""
-
-    factor: PositiveFloat
-    low_freq_factor: PositiveFloat
-    high_freq_factor: PositiveFloat
-    original_max_position_embeddings: PositiveInt
-
-    @model_validator(mode="after")
-    def _check_order(self) -> "RopeScaling":
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor {self.low_freq_factor:g} must be below high_freq_factor {self.high_freq_factor:g}; "
-                "Llama 3.1 has 1 and 4"
-            )
-        return self
-
-
-class ModelConfig(Config):
-    """A Llama-family decoder; field names as in Hugging Face's LlamaConfig."""
-
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    max_position_embeddings: PositiveInt
-    rope_theta: PositiveFloat = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    rms_norm_eps: PositiveFloat = 1e-5
-    tie_word_embeddings: bool = False
-    initializer_range: PositiveFloat = 0.02
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trainable parameters, computed from the shapes."""
-        kv_width = self.num_key_value_heads * self.head_dim
-        attention = 2 * self.hidden_size * self.hidden_size + 2 * self.hidden_size * kv_width
-        block = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_hidden_layers * block + self.hidden_size
-
-    @model_validator(mode="after")
-    def _check_heads(self) -> "ModelConfig":
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
-                f"{self.num_attention_heads}; choose a hidden_size that is"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}; choose num_key_value_heads that divides it"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head size {self.head_dim} is odd; rotary embeddings rotate pairs, make it even")
-        return self
-
-
-_LLAMA_31_ROPE = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-)
-
-# Shapes of the published checkpoints (config.json of each on the Hugging Face hub).
-MODEL_PRESETS: dict[str, ModelConfig] = {
-    "debug-3m": ModelConfig(
-        vocab_size=257,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    ),
-    "llama-3.1-8b": ModelConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131_072,
-        rope_theta=500_000.0,
-        rope_scaling=_LLAMA_31_ROPE,
-    ),
-}
+# Written by the supervisor before it passes SIGTERM on: tells the ranks that the pod is to stop.
+STOP_MARKER = "stop-requested"
 
 
 class DataConfig(Config):
@@ -132,45 +38,21 @@ class DataConfig(Config):
 
     path: str = Field(description="directory that holds index.json and the token shards")
     tokenizer: str = Field(
-        "bytes", description="what the corpus was tokenized with: `bytes` or a tokenizer.json's name"
+        default="bytes", description="what the corpus was tokenized with: `bytes` or a tokenizer.json's name"
     )
-
-
-class OptimizerConfig(Config):
-    """AdamW; matrices decay, norms and biases do not."""
-
-    learning_rate: PositiveFloat = 3e-4
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    max_grad_norm: PositiveFloat = 1.0
-
-
-class ScheduleConfig(Config):
-    """Linear warm-up, then cosine decay to `min_ratio` of the peak at the last step."""
-
-    warmup_steps: NonNegativeInt = 0
-    min_ratio: Fraction = 0.1
-
-
-class ParallelismConfig(Config):
-    """FSDP2 over one data-parallel mesh: `dp_replicate` groups, sharded inside each."""
-
-    dp_replicate: PositiveInt = 1
-    param_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    activation_checkpointing: Literal["none", "full"] = "none"
+    mask_documents: bool = Field(
+        default=False, description="a token attends to its own document only; off, to all before it in the sample"
+    )
 
 
 class CheckpointConfig(Config):
     """Durable checkpoints, written in the background by NVRx and visible only once committed."""
 
-    directory: str
-    interval_steps: PositiveInt
-    keep_latest: Annotated[int, Field(ge=1)] = 2
+    directory: str = Field(description="folder of the checkpoints, on storage that all nodes share")
+    interval_steps: PositiveInt = Field(description="steps between saves; the last step is saved too")
+    keep_latest: Annotated[int, Field(ge=1)] = Field(default=2, description="committed checkpoints that are kept")
     commit_within_steps: PositiveInt | None = Field(
-        None,
+        default=None,
         description="wait for a save that is not committed this many steps after it began; 1 bounds the steps lost "
         "to interval_steps, unset lets a slow storage lengthen the loss instead of the step",
     )
@@ -179,36 +61,64 @@ class CheckpointConfig(Config):
 class InProcessRestart(Config):
     """Inner layer: NVRx `inprocess.Wrapper` restarts the training function inside the living processes."""
 
-    enabled: bool = True
-    max_restarts: NonNegativeInt = 10
-    soft_timeout_seconds: PositiveFloat = 60.0
-    hard_timeout_seconds: PositiveFloat = 90.0
-    barrier_timeout_seconds: PositiveFloat = 120.0
-    heartbeat_timeout_seconds: PositiveFloat = 30.0
-    monitor_interval_seconds: PositiveFloat = 1.0
-    last_call_wait_seconds: PositiveFloat = 1.0
+    enabled: bool = Field(default=True, description="whether this layer is there at all")
+    max_restarts: NonNegativeInt = Field(
+        default=10, description="restarts of one process before the next layer takes over"
+    )
+    soft_timeout_seconds: PositiveFloat = Field(
+        default=60.0, description="a rank without progress for this long is interrupted"
+    )
+    hard_timeout_seconds: PositiveFloat = Field(
+        default=90.0, description="a rank without progress for this long is killed"
+    )
+    barrier_timeout_seconds: PositiveFloat = Field(
+        default=120.0, description="how long ranks wait for each other on the way to a restart"
+    )
+    heartbeat_timeout_seconds: PositiveFloat = Field(
+        default=30.0, description="how long a rank's monitor may be silent before the rank counts as lost"
+    )
+    monitor_interval_seconds: PositiveFloat = Field(default=1.0, description="how often the monitors look")
+    last_call_wait_seconds: PositiveFloat = Field(
+        default=1.0, description="how long to wait for more ranks that fail at the same time"
+    )
 
 
 class InJobRestart(Config):
     """Middle layer: `ft_launcher` replaces the processes; the pods stay."""
 
-    max_restarts: NonNegativeInt = 20
-    setup_section_timeout_seconds: PositiveFloat = 1200.0
-    step_section_timeout_seconds: PositiveFloat = 600.0
-    checkpointing_section_timeout_seconds: PositiveFloat = 900.0
-    out_of_section_timeout_seconds: PositiveFloat = 600.0
-    initial_heartbeat_timeout_seconds: PositiveFloat = 1500.0
-    heartbeat_timeout_seconds: PositiveFloat = 1000.0
-    monitor_interval_seconds: PositiveFloat = 0.3
-    workers_stop_timeout_seconds: PositiveInt = 30
-    term_timeout_seconds: PositiveInt = 150
-    max_no_progress_cycles: PositiveInt = 3
+    max_restarts: NonNegativeInt = Field(
+        default=20, description="restarts of the job's processes before the next layer takes over"
+    )
+    setup_section_timeout_seconds: PositiveFloat = Field(
+        default=1200.0, description="from entry to the first step: build, load, connect"
+    )
+    step_section_timeout_seconds: PositiveFloat = Field(default=600.0, description="one optimizer step")
+    checkpointing_section_timeout_seconds: PositiveFloat = Field(
+        default=900.0, description="what a step waits for its checkpoint"
+    )
+    out_of_section_timeout_seconds: PositiveFloat = Field(
+        default=600.0, description="between sections, evaluation included"
+    )
+    initial_heartbeat_timeout_seconds: PositiveFloat = Field(default=1500.0, description="until the first heartbeat")
+    heartbeat_timeout_seconds: PositiveFloat = Field(default=1000.0, description="between heartbeats, one per step")
+    monitor_interval_seconds: PositiveFloat = Field(
+        default=0.3, description="how often the launcher looks at its processes"
+    )
+    workers_stop_timeout_seconds: PositiveInt = Field(
+        default=30, description="SIGTERM to SIGKILL when ranks are replaced"
+    )
+    term_timeout_seconds: PositiveInt = Field(
+        default=150, description="SIGTERM to SIGKILL when the pod is stopped: time for the last save"
+    )
+    max_no_progress_cycles: PositiveInt = Field(
+        default=3, description="restarts in a row without a newer checkpoint that end the job"
+    )
 
 
 class JobRestart(Config):
     """Outer layer: the JobSet recreates every pod as a new generation."""
 
-    max_restarts: NonNegativeInt = 5
+    max_restarts: NonNegativeInt = Field(default=5, description="generations of pods after the first")
 
 
 class RestartsConfig(Config):
@@ -221,7 +131,9 @@ class RestartsConfig(Config):
     in_process: InProcessRestart = InProcessRestart()
     in_job: InJobRestart = InJobRestart()
     job: JobRestart = JobRestart()
-    collective_timeout_seconds: PositiveFloat = 240.0
+    collective_timeout_seconds: PositiveFloat = Field(
+        default=240.0, description="how long a collective may take before its watchdog ends the process"
+    )
 
     @model_validator(mode="after")
     def _check_nesting(self) -> "RestartsConfig":
@@ -273,22 +185,32 @@ class FaultSpec(Config):
 class TrainConfig(Config):
     """Everything one training run is; `train.json` holds exactly this."""
 
-    run_name: str = Field(min_length=1)
+    run_name: str = Field(min_length=1, description="name of the run, for people")
     model: ModelConfig
     data: DataConfig
     run_directory: str = Field(description="events, logs and fault records of this run")
-    seed: NonNegativeInt = 0
-    total_steps: PositiveInt
-    seq_len: PositiveInt
-    micro_batch_size: PositiveInt
-    global_batch_size: PositiveInt
+    seed: NonNegativeInt = Field(default=0, description="decides the initial parameters and the order of the data")
+    total_steps: PositiveInt = Field(description="optimizer steps of the whole run")
+    seq_len: PositiveInt = Field(description="tokens per sample")
+    micro_batch_size: PositiveInt = Field(description="samples per rank and forward pass")
+    global_batch_size: PositiveInt = Field(description="samples per optimizer step, over all ranks")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallelism: ParallelismConfig = ParallelismConfig()
+    evaluation: EvaluationConfig | None = None
+    metrics: MetricsConfig = MetricsConfig()
     checkpoint: CheckpointConfig
     restarts: RestartsConfig = RestartsConfig()
-    deterministic: bool = False
-    faults: tuple[FaultSpec, ...] = ()
+    stop_at: AwareDatetime | None = Field(
+        default=None,
+        description="save and stop so that the checkpoint is there at this time, e.g. 2026-12-01T17:30:00Z: "
+        "the end of a Capacity Block",
+    )
+    stop_margin_seconds: PositiveFloat = Field(
+        default=300.0, description="how long before stop_at training ends, for the last step and its save"
+    )
+    deterministic: bool = Field(default=False, description="the same bits in every run; slower")
+    faults: tuple[FaultSpec, ...] = Field(default=(), description="faults to strike on purpose")
 
     @field_validator("model", mode="before")
     @classmethod
@@ -306,13 +228,31 @@ class TrainConfig(Config):
                 f"seq_len {self.seq_len} exceeds model.max_position_embeddings "
                 f"{self.model.max_position_embeddings}; lower seq_len"
             )
-        if self.schedule.warmup_steps > self.total_steps:
+        ramps = self.schedule.warmup_steps + (self.schedule.decay_steps or 0)
+        if ramps > self.total_steps:
             raise ValueError(
-                f"schedule.warmup_steps {self.schedule.warmup_steps} exceeds total_steps {self.total_steps}; lower it"
+                f"schedule.warmup_steps {self.schedule.warmup_steps} and decay_steps {self.schedule.decay_steps or 0} "
+                f"exceed total_steps {self.total_steps}; lower them"
             )
         for fault in self.faults:
             if fault.step > self.total_steps:
                 raise ValueError(f"fault {fault} comes after the last step {self.total_steps}; choose an earlier step")
+        profiler = self.metrics.profiler
+        if profiler and profiler.start_step + profiler.steps - 1 > self.total_steps:
+            raise ValueError(
+                f"metrics.profiler records steps {profiler.start_step} to {profiler.start_step + profiler.steps - 1}, "
+                f"the last step is {self.total_steps}; choose earlier ones"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_float8(self) -> "TrainConfig":
+        for name in ("hidden_size", "intermediate_size"):
+            width = getattr(self.model, name)
+            if self.parallelism.float8 and width % 16:
+                raise ValueError(
+                    f"parallelism.float8 multiplies in tiles of 16, model.{name} {width} is no multiple; unset float8"
+                )
         return self
 
     def check_world_size(self, world_size: int) -> None:
@@ -332,15 +272,6 @@ class TrainConfig(Config):
         for fault in self.faults:
             if fault.rank >= world_size:
                 raise ValueError(f"fault {fault} names a rank that does not exist; ranks are 0 to {world_size - 1}")
-
-    def identity(self) -> dict[str, Any]:
-        """What makes this run this run, as JSON: a checkpoint is only continued with an equal identity."""
-        fields = ("model", "seed", "total_steps", "seq_len", "global_batch_size", "optimizer", "schedule")
-        return self.model_dump(mode="json", include=set(fields)) | {
-            "tokenizer": self.data.tokenizer,
-            "param_dtype": self.parallelism.param_dtype,
-            "reduce_dtype": self.parallelism.reduce_dtype,
-        }
 
     def gradient_accumulation_steps(self, world_size: int) -> int:
         """Micro-steps per optimizer step at this world size."""

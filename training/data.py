@@ -58,6 +58,11 @@ class TokenizedCorpus:
         self._shards = [_map_shard(path, shard, self.index.dtype) for shard in self.index.shards]
         self._ends = np.cumsum([shard.tokens for shard in self.index.shards])
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all tokens in their order, from the index: equal for equal content, wherever it lies."""
+        return hashlib.sha256("".join(shard.sha256 for shard in self.index.shards).encode()).hexdigest()
+
     def num_samples(self, seq_len: int) -> int:
         """Samples of `seq_len` inputs; the tokens left over at the end are not used."""
         return (self.index.total_tokens - 1) // seq_len

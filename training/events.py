@@ -12,8 +12,14 @@ O_APPEND, so it survives a SIGKILL that comes after it. Events and their own fie
     restore_start
     restored              step: last step whose result is in the model, 0 for a fresh start; tier: durable | none
     fault                 kind, step: written before the fault strikes
-    step                  step, started_t, loss, grad_norm, learning_rate, sample_ids: this rank's samples
+    settings_changed      changes: what differs from the run that saved the checkpoint, and may (rank 0)
+    step                  step, started_t, loss, grad_norm, learning_rate, skipped: the gradient was not finite, so
+                          there was no update; data_s, forward_backward_s, optimizer_s: seconds of its parts;
+                          sample_ids: this rank's samples
     stall                 step, started_t, phase: save | finalize | final_save; training waited for the checkpoint
+    evaluation            step, started_t, loss: of validation
+    stragglers            step, ranks: whose GPU is slow, by NVRx's detector (rank 0)
+    stopped               step: of the checkpoint; reason: sigterm | deadline; training ended before its last step
     checkpoint_committed  step, started_t, size_bytes (rank 0)
     abort                 this rank was told to leave the training function (in-process restart)
     refused               reason: settings, corpus or checkpoints do not fit; the job ends, no restart can mend it

@@ -4,6 +4,7 @@ Standard library only: a process that imports this starts at once.
 """
 
 import ctypes
+import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
@@ -13,6 +14,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
     """Have the kernel send this process `signum` when the thread that started it ends, however that happens."""
     _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def leave_process_group() -> None:
+    """Have signals to the parent's process group, such as a launcher's SIGTERM, pass this process by."""
+    os.setpgid(0, 0)
 
 
 def adopt_orphans() -> None:

@@ -10,39 +10,66 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.config import ModelConfig
+from training.config_model import ModelConfig
+from training.loss import chunked_next_token_loss, next_token_loss, token_losses
 
 
 class Llama(nn.Module):
-    """Token ids to logits.
+    """Token ids to logits, or with labels to the loss.
 
     With `tie_word_embeddings` there is no `lm_head` parameter: the embedding is used at both ends, and so it has to
     stay in the root's FSDP group (sharding `embed_tokens` by itself would free it before the last projection).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, loss_chunk_tokens: int | None = None) -> None:
         super().__init__()
         self.config = config
+        self.loss_chunk_tokens = loss_chunk_tokens
         self.model = Decoder(config)
         # One parameter under one name. A second, tied one would come apart in `to_empty`, which replaces each
         # module's meta parameters on their own, and would be stored twice in a checkpoint.
         self.lm_head = None if config.tie_word_embeddings else _linear(config.hidden_size, config.vocab_size)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits [batch, seq, vocab] in the parameters' dtype, of `input_ids` [batch, seq] int64."""
-        hidden = self.model(input_ids)
-        if self.lm_head is None:
-            return F.linear(hidden, self.model.embed_tokens.weight)
-        return self.lm_head(hidden)
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        end_of_document: int | None = None,
+        per_token: bool = False,
+    ) -> Tensor:
+        """Logits [batch, seq, vocab] in the parameters' dtype, of `input_ids` [batch, seq] int64.
+
+        Args:
+            input_ids: [batch, seq] int64.
+            labels: [batch, seq] int64, already shifted; with them the result is the mean loss, an fp32 scalar. The
+                loss is part of forward, for it needs the last projection's weight, which FSDP gathers for forward.
+            end_of_document: the token that ends a document; with it no token attends to another document's.
+            per_token: with labels: each token's loss [batch, seq] instead of the mean, without gradient.
+        """
+        mask = None if end_of_document is None else document_mask(input_ids, end_of_document)
+        hidden = self.model(input_ids, mask)
+        weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if labels is None:
+            return F.linear(hidden, weight)
+        if per_token:
+            losses = token_losses(hidden.flatten(0, 1), weight, labels.flatten(), self.loss_chunk_tokens)
+            return losses.view_as(labels)
+        if self.loss_chunk_tokens is not None:
+            return chunked_next_token_loss(hidden, weight, labels, chunk_tokens=self.loss_chunk_tokens)
+        return next_token_loss(F.linear(hidden, weight), labels)
 
 
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy in nats, a scalar in fp32.
+def document_mask(input_ids: Tensor, end_of_document: int) -> Tensor:
+    """Who may attend to whom, [batch, 1, seq, seq] bool: to itself and what precedes it in its own document.
 
-    `logits` [batch, seq, vocab]; `labels` [batch, seq] int64, already shifted: `labels[:, t]` is the token that
-    follows position t. Every position counts.
+    A document's end token is its last one. Positions need not start over with each document: rotary attention sees
+    their differences only.
     """
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    ends = input_ids == end_of_document
+    documents = ends.cumsum(dim=-1) - ends.long()
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril()[:, None]
 
 
 def full_initial_value(name: str, shape: torch.Size, *, config: ModelConfig, seed: int, device: torch.device) -> Tensor:
@@ -68,59 +95,67 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        rotary = Rotary(config)
+        self.rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, rotary) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Hidden states [batch, seq, hidden] of `input_ids` [batch, seq]."""
+    def forward(self, input_ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Hidden states [batch, seq, hidden] of `input_ids` [batch, seq]; `mask` as `document_mask` makes it."""
         hidden = self.embed_tokens(input_ids)
+        cos, sin = self.rotary.tables(input_ids.shape[1], hidden.device)
         for layer in self.layers:
-            hidden = layer(hidden)
+            hidden = layer(hidden, cos, sin, mask)
         return self.norm(hidden)
 
 
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, rotary: "Rotary") -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config, rotary)
+        self.self_attn = Attention(config)
         self.mlp = SwiGLU(config)
         self.input_layernorm = RMSNorm(config)
         self.post_attention_layernorm = RMSNorm(config)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[batch, seq, hidden] to the same shape."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden))
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[batch, seq, hidden] to the same shape; `cos` and `sin` as `Rotary.tables` gives them."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Attention(nn.Module):
     """Causal attention with rotary positions; `num_key_value_heads` below `num_attention_heads` is GQA."""
 
-    def __init__(self, config: ModelConfig, rotary: "Rotary") -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.grouped = config.num_key_value_heads != config.num_attention_heads
-        self.rotary = rotary
         kv_width = config.num_key_value_heads * config.head_dim
         self.q_proj = _linear(config.hidden_size, config.hidden_size)
         self.k_proj = _linear(config.hidden_size, kv_width)
         self.v_proj = _linear(config.hidden_size, kv_width)
         self.o_proj = _linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[batch, seq, hidden] to the same shape; position t sees positions 0 to t."""
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[batch, seq, hidden] to the same shape; position t sees positions 0 to t, or what `mask` allows.
+
+        Without a mask PyTorch takes the flash kernel where there is one. With a mask it can't: on CUDA the
+        memory-efficient kernel takes over.
+        """
         batch, seq, _ = hidden.shape
         q, k, v = (
             projection(hidden).view(batch, seq, -1, self.head_dim).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        cos, sin = self.rotary.tables(seq, hidden.device)
         mixed = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
+            rotate(q, cos, sin),
+            rotate(k, cos, sin),
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=self.grouped,
         )
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
 
@@ -155,8 +190,7 @@ class RMSNorm(nn.Module):
 class Rotary:
     """The fp32 cosine and sine tables of rotary positions, computed on first use and shared by every block.
 
-    No module, and its tables no buffers: they survive meta construction, are in no checkpoint, and FSDP's mixed
-    precision, which casts a block's parameters and inputs, can't round them to bf16.
+    No module, and its tables no buffers: they survive meta construction and are in no checkpoint.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -35,6 +35,7 @@ EXIT_NO_RESTART = 93
 EXIT_SIGTERM = 143
 DONE_MARKER = "done"
 NO_RESTART_MARKER = "no-restart"
+STOP_MARKER = "stop-requested"
 
 EXIT_NOT_STARTED = 127  # as a shell says for a command that is not there
 
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         _report(f"cannot start {arguments.command[0]} ({error.strerror})", arguments.termination_log)
         return EXIT_NOT_STARTED
-    ending = _wait(pid)
+    ending = _wait(pid, arguments.run_directory)
     left_behind = _kill_rest(pid)
     code, reason = exit_code(ending, markers)
     trail = f"; killed {left_behind} process(es) that it left behind" if left_behind else ""
@@ -136,13 +137,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _wait(pid: int) -> Ending:
+def _wait(pid: int, run_directory: Path | None) -> Ending:
     """Pass stop signals on to the command and reap every child, until the command itself has ended."""
     stopped_by = None
     while True:
         received = signal.sigwait({*_STOP_SIGNALS, signal.SIGCHLD})
         if received in _STOP_SIGNALS:
             stopped_by = stopped_by or signal.Signals(received)
+            if run_directory is not None:
+                # Tells the ranks this SIGTERM, before which they save, from the launcher's own, by which they must end.
+                with suppress(OSError):
+                    (run_directory / STOP_MARKER).touch()
             with suppress(ProcessLookupError):
                 os.kill(pid, received)
             continue

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from training.config import DONE_MARKER, EXIT_BAD_CONFIG, NO_RESTART_MARKER, TrainConfig, load_train_json
+from training.config import DONE_MARKER, EXIT_BAD_CONFIG, NO_RESTART_MARKER, STOP_MARKER, TrainConfig, load_train_json
 from training.events import EventLog
+from training.stopping import StopRequest
 
 if TYPE_CHECKING:  # imported late at run time: see _train
     import torch
@@ -41,12 +42,14 @@ def main() -> int:
         return _refuse(str(error), run_directory=Path(config.run_directory))
     rank, cycle = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if rank == 0:  # before any rank can have an outcome: none does before it met rank 0
-        for marker in (DONE_MARKER, NO_RESTART_MARKER):
+        for marker in (DONE_MARKER, NO_RESTART_MARKER, STOP_MARKER):
             (Path(config.run_directory) / marker).unlink(missing_ok=True)
     events = EventLog(Path(config.run_directory), rank=rank, cycle=cycle)
     settings = config.model_dump(mode="json") if rank == 0 else None
     events.write("process_start", created_t=psutil.Process().create_time(), world_size=world_size, settings=settings)
-    return _train(config, events, rank=rank, world_size=world_size, cycle=cycle)
+    stop = StopRequest(config)
+    stop.listen()
+    return _train(config, events, stop, rank=rank, world_size=world_size, cycle=cycle)
 
 
 def _refuse(reason: str, *, run_directory: Path | None) -> int:
@@ -63,7 +66,7 @@ def _refuse(reason: str, *, run_directory: Path | None) -> int:
     return EXIT_BAD_CONFIG
 
 
-def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int, cycle: int) -> int:
+def _train(config: TrainConfig, events: EventLog, stop: StopRequest, *, rank: int, world_size: int, cycle: int) -> int:
     # Importing torch makes a million objects that live as long as the process. Collecting garbage among them slows
     # the import by a fifth, and each in-process restart, where NVRx collects until nothing is left, by half a second.
     gc.disable()
@@ -71,6 +74,7 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
     import torch
 
     from training.checkpoint.writer import BackgroundWriter
+    from training.device import choose_device
     from training.resilience import RankMonitor, wrap_in_process
     from training.trainer import Process, run_attempt
 
@@ -81,7 +85,7 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
         return _refuse(
             f"nvidia-resiliency-ext {NVRX_VERSION} is needed, not {found}", run_directory=Path(config.run_directory)
         )
-    device = _choose_device()
+    device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -96,6 +100,7 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
         events=events,
         monitor=RankMonitor(enabled="FT_RANK_MONITOR_IPC_SOCKET" in os.environ),
         writer=BackgroundWriter(rank=rank),
+        stop=stop,
     )
     with _gpu_checks_only_with_gpu(device.type):
         train = wrap_in_process(
@@ -127,16 +132,6 @@ def _gpu_checks_only_with_gpu(device_type: str) -> Iterator[None]:
     yield
     if hidden is not None:
         os.environ["LOCAL_RANK"] = hidden
-
-
-def _choose_device() -> "torch.device":
-    import torch
-
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
 
 
 def _agree_on_port(store: "torch.distributed.TCPStore", rank: int) -> int:

@@ -5,46 +5,46 @@ Entered again from the top by each in-process restart; what outlives an attempt 
 
 import datetime
 import hashlib
-import math
-import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess import CallWrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from training import device as devices
 from training import parallelism
 from training.checkpoint.durable import CheckpointError, Committed, DurableCheckpointer
 from training.checkpoint.writer import BackgroundWriter
-from training.config import (
-    DONE_MARKER,
-    EXIT_NO_RESTART,
-    NO_RESTART_MARKER,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from training.config import DONE_MARKER, EXIT_NO_RESTART, NO_RESTART_MARKER, TrainConfig
 from training.data import DataOrder, TokenizedCorpus
+from training.evaluation import Evaluation
 from training.events import EventLog
 from training.faults import FaultInjector
-from training.model import Llama, next_token_loss
+from training.metric_sinks import MetricSinks
+from training.metrics import step_metrics
+from training.optimizer import NonFiniteGradientError, build_optimizer
+from training.profiling import ProfilerWindow, StragglerDetection
+from training.random_state import random_state_tensors, restore_random_state, seed_random_state
 from training.resilience import RankMonitor
+from training.resume import check_continues, describe_run
+from training.step import StepResult, TrainStep
+from training.stopping import StopReason, StopRequest
 
 _STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @dataclass
 class Process:
-    """What lives as long as this process: identity, connections, the checkpoint writer."""
+    """What lives as long as this process: identity, connections, the checkpoint writer, the wish to stop."""
 
     rank: int
     world_size: int
@@ -54,6 +54,72 @@ class Process:
     events: EventLog
     monitor: RankMonitor
     writer: BackgroundWriter
+    stop: StopRequest
+
+
+def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper | None) -> None:
+    """Train from the newest checkpoint to the last step. The function that in-process restart enters again."""
+    # Tells the in-process layer's soft timeout that this rank makes progress.
+    ping = call_wrapper.ping if call_wrapper is not None else lambda: None
+    process.events.write("enter")
+    process.monitor.connect()
+    with ExitStack() as attempt:  # closes on the way to a restart too: ports and NVRx's detector are one per process
+        with process.monitor.section("setup"):
+            try:
+                trainer, start = _set_up(config, process, attempt, ping=ping)
+            except (ValueError, CheckpointError) as error:  # what no restart can mend: settings, corpus, checkpoints
+                _give_up(config, process, str(error))
+        stop = _train(trainer, start, ping=ping)
+    if stop is None:
+        _finish(trainer, already_complete=start == config.total_steps)
+    else:
+        _leave(trainer, stop)
+
+
+def _train(trainer: "Trainer", start: int, *, ping: Callable[[], None]) -> StopReason | None:
+    """All steps after `start`; returns why it ended early, None at the last step."""
+    config, process = trainer.config, trainer.process
+    for step in range(start + 1, config.total_steps + 1):
+        with process.monitor.section("step"):
+            try:
+                result = _step(trainer, step)
+            except NonFiniteGradientError as error:  # the same data would give the same gradient after a restart
+                _give_up(config, process, str(error))
+        ping()
+        process.monitor.heartbeat()
+        stop = result.stop if step < config.total_steps else None
+        with process.monitor.section("checkpointing"):
+            stalled = _checkpoint(trainer, step, must_save=stop is not None)
+        trainer.report(step, result, checkpoint_stall_seconds=stalled)
+        if stop is not None:
+            return stop
+        if trainer.evaluation_due(step):
+            with process.monitor.section("evaluation"):
+                trainer.evaluate(step)
+            ping()
+    return None
+
+
+def _step(trainer: "Trainer", step: int) -> StepResult:
+    started_t = time.time()
+    trainer.profiler.begin(step)
+    with trainer.stragglers.section():
+        result, sample_ids = trainer.train_step(step)
+    trainer.process.events.write(
+        "step",
+        step=step,
+        started_t=started_t,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        learning_rate=result.learning_rate,
+        skipped=result.skipped,
+        data_s=result.data_seconds,
+        forward_backward_s=result.forward_backward_seconds,
+        optimizer_s=result.optimizer_seconds,
+        sample_ids=sample_ids,
+    )
+    trainer.profiler.end(step)
+    return result
 
 
 class Trainer:
@@ -62,12 +128,14 @@ class Trainer:
     def __init__(self, config: TrainConfig, process: Process, *, ping: Callable[[], None]) -> None:
         self.config = config
         self.process = process
-        mesh = parallelism.build_mesh(config.parallelism, world_size=process.world_size, device=process.device)
-        self.model = parallelism.build_sharded_model(config, mesh=mesh, device=process.device)
-        self.optimizer = _build_optimizer(self.model, config.optimizer)
+        self.mesh = parallelism.build_mesh(config.parallelism, world_size=process.world_size, device=process.device)
+        self.model = parallelism.build_sharded_model(config, mesh=self.mesh, device=process.device)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
         self.corpus = TokenizedCorpus(Path(config.data.path))
         self.corpus.check_fits(config.data, config.model)
         self.order = DataOrder(self.corpus.num_samples(config.seq_len), config.global_batch_size, config.seed)
+        self.step = TrainStep(config, self.model, self.optimizer, end_of_document=self.corpus.index.end_of_document)
+        self.evaluation = None if config.evaluation is None else Evaluation(config, config.evaluation)
         self.checkpointer = DurableCheckpointer(
             config.checkpoint,
             writer=process.writer,
@@ -77,18 +145,31 @@ class Trainer:
         self.faults = FaultInjector(
             config.faults, run_directory=Path(config.run_directory), rank=process.rank, events=process.events
         )
+        self.profiler = ProfilerWindow(
+            config.metrics.profiler, run_directory=Path(config.run_directory), rank=process.rank
+        )
+        self.limits = devices.limits(process.device)
         self.last_loss: float | None = None
         self.saved_step = 0
+
+    def open_reports(self, start_step: int, attempt: ExitStack) -> None:
+        """Open what must be closed when the attempt ends."""
+        config, process = self.config, self.process
+        self.sinks = attempt.enter_context(MetricSinks(config, rank=process.rank, start_step=start_step))
+        self.stragglers = attempt.enter_context(
+            StragglerDetection(config.metrics.straggler_interval_seconds, device=process.device)
+        )
 
     def restore(self) -> int:
         """Load the newest committed checkpoint; returns its step, 0 for a fresh start. Collective."""
         manifest = self.checkpointer.newest()
         if manifest is None:
             return 0
-        _check_identity(manifest["identity"], self.config.identity())
+        changes = check_continues(manifest, self.config, corpus=self.corpus.fingerprint)
         state = self._state()
         if manifest["world_size"] != self.process.world_size:
             del state["random"]  # kept per rank: it belongs to a world of that size
+            changes.append(f"world size: {manifest['world_size']} in the checkpoint, now {self.process.world_size}")
         self.checkpointer.load(state, step=manifest["step"])
         set_state_dict(
             self.model,
@@ -100,11 +181,26 @@ class Trainer:
         if "random" in state:
             restore_random_state(state["random"][f"rank{self.process.rank}"])
         self.last_loss = manifest["loss"]
+        self.step.skipped_steps, self.step.skipped_in_a_row = manifest["skipped_steps"], manifest["skipped_in_a_row"]
+        self._tell_changes(changes)
         return manifest["step"]
+
+    def _tell_changes(self, changes: list[str]) -> None:
+        if changes and self.process.rank == 0:
+            self.process.events.write("settings_changed", changes=changes)
+            for change in changes:
+                print(f"resumed with another {change}", flush=True)
 
     def save(self, step: int) -> None:
         """Start a durable save of the state after `step`. Collective; blocks for staging only."""
-        manifest = {"world_size": self.process.world_size, "loss": self.last_loss, "identity": self.config.identity()}
+        manifest = {
+            "world_size": self.process.world_size,
+            "mesh_shape": list(self.mesh.shape),
+            "loss": self.last_loss,
+            "skipped_steps": self.step.skipped_steps,
+            "skipped_in_a_row": self.step.skipped_in_a_row,
+            **describe_run(self.config, corpus=self.corpus.fingerprint),
+        }
         self.checkpointer.save(self._state(), step=step, manifest=manifest)
         self.saved_step = step
 
@@ -117,40 +213,55 @@ class Trainer:
             "random": {f"rank{self.process.rank}": random_state},
         }
 
-    def train_step(self, step: int) -> dict[str, Any]:
-        """One optimizer step; returns the fields of its `step` event. Collective."""
+    def train_step(self, step: int) -> tuple[StepResult, list[int]]:
+        """One optimizer step; returns its result and this rank's sample ids. Collective."""
         config, process = self.config, self.process
         micro_batches = self.order.rank_sample_ids(step, process.rank, process.world_size, config.micro_batch_size)
-        learning_rate = config.optimizer.learning_rate * schedule_ratio(config.schedule, step, config.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        loss = torch.zeros((), device=process.device)
-        for index, sample_ids in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            # FSDP2 reduces gradients on the last micro-batch only; the earlier ones accumulate on each rank.
-            cast(FSDPModule, self.model).set_requires_gradient_sync(last)
-            inputs, labels = self._batch(sample_ids)
-            micro_loss = next_token_loss(self.model(inputs), labels) / len(micro_batches)
-            if last:
-                self.faults.strike(step)
-            micro_loss.backward()
-            loss += micro_loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optimizer.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        dist.all_reduce(loss)
-        self.last_loss = loss.item() / process.world_size
-        return {
-            "loss": self.last_loss,
-            "grad_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item(),
-            "learning_rate": learning_rate,
-            "sample_ids": [int(sample_id) for sample_ids in micro_batches for sample_id in sample_ids],
-        }
+        result = self.step(
+            step,
+            micro_batches,
+            self._load,
+            before_last_backward=lambda: self.faults.strike(step),
+            stop=process.stop.reason,
+        )
+        self.last_loss = result.loss
+        return result, [int(sample_id) for sample_ids in micro_batches for sample_id in sample_ids]
 
-    def _batch(self, sample_ids: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _load(self, sample_ids: Any) -> torch.Tensor:
         tokens = np.stack([self.corpus.tokens(int(sample_id), self.config.seq_len) for sample_id in sample_ids])
-        batch = torch.from_numpy(tokens).to(self.process.device)
-        return batch[:, :-1], batch[:, 1:]
+        return torch.from_numpy(tokens).to(self.process.device)
+
+    def report(self, step: int, result: StepResult, *, checkpoint_stall_seconds: float) -> None:
+        """Hand the measurements of `step` to the sinks, and look for stragglers when it is time. Collective."""
+        slow = self.stragglers.report()
+        if slow is not None and self.process.rank == 0:
+            self.process.events.write("stragglers", step=step, ranks=slow)
+        if self.process.rank != 0:
+            return
+        metrics = step_metrics(
+            self.config,
+            result,
+            step=step,
+            world_size=self.process.world_size,
+            limits=self.limits,
+            skipped_steps=self.step.skipped_steps,
+            memory_peak_bytes=devices.memory_peak_bytes(self.process.device),
+            checkpoint_stall_seconds=checkpoint_stall_seconds,
+        )
+        self.sinks.write_step(metrics)
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether validation follows `step`."""
+        settings = self.config.evaluation
+        return settings is not None and (step % settings.interval_steps == 0 or step == self.config.total_steps)
+
+    def evaluate(self, step: int) -> None:
+        """Measure the validation loss. Collective."""
+        assert self.evaluation is not None
+        started_t = time.time()
+        loss = self.evaluation.loss(self.model, device=self.process.device)
+        self.process.events.write("evaluation", step=step, started_t=started_t, loss=loss)
+        self.sinks.write_evaluation(loss, step)
 
     def params_sha256(self) -> str:
         """Hash of all parameters, whole, in the order of their names: equal states have equal hashes. Collective."""
@@ -162,32 +273,6 @@ class Trainer:
         return digest.hexdigest()
 
 
-def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper | None) -> None:
-    """Train from the newest checkpoint to the last step. The function that in-process restart enters again."""
-    events, monitor = process.events, process.monitor
-    # Tells the in-process layer's soft timeout that this rank makes progress.
-    ping = call_wrapper.ping if call_wrapper is not None else lambda: None
-    events.write("enter")
-    monitor.connect()
-    with monitor.section("setup"):
-        try:
-            trainer, start = _set_up(config, process, ping=ping)
-        except (ValueError, CheckpointError) as error:  # what no restart can mend: settings, corpus, checkpoints
-            _give_up(config, process, str(error))
-    for step in range(start + 1, config.total_steps + 1):
-        with monitor.section("step"):
-            started_t = time.time()
-            result = trainer.train_step(step)
-            events.write("step", step=step, started_t=started_t, **result)
-        if process.rank == 0:
-            print(f"step {step}/{config.total_steps} loss {result['loss']:.4f}", flush=True)
-        ping()
-        monitor.heartbeat()
-        with monitor.section("checkpointing"):
-            _checkpoint(trainer, step)
-    _finish(trainer, already_complete=start == config.total_steps)
-
-
 def _give_up(config: TrainConfig, process: Process, reason: str) -> NoReturn:
     print(f"error: {reason}", file=sys.stderr, flush=True)
     process.events.write("refused", reason=reason)
@@ -197,7 +282,9 @@ def _give_up(config: TrainConfig, process: Process, reason: str) -> NoReturn:
     raise SystemExit(EXIT_NO_RESTART)
 
 
-def _set_up(config: TrainConfig, process: Process, *, ping: Callable[[], None]) -> tuple[Trainer, int]:
+def _set_up(
+    config: TrainConfig, process: Process, attempt: ExitStack, *, ping: Callable[[], None]
+) -> tuple[Trainer, int]:
     events = process.events
     seed_random_state(config.seed, process.rank)
     parallelism.init_process_group(
@@ -209,35 +296,52 @@ def _set_up(config: TrainConfig, process: Process, *, ping: Callable[[], None]) 
         timeout=datetime.timedelta(seconds=config.restarts.collective_timeout_seconds),
     )
     events.write("process_group_ready")
+    _check_deadline(config, process)
     trainer = Trainer(config, process, ping=ping)
     events.write("model_ready")
     events.write("restore_start")
     start = trainer.restore()
     events.write("restored", step=start, tier="durable" if start else "none")
+    trainer.open_reports(start, attempt)
     # Only now: loading the writer's libraries takes seconds of CPU, which the way back to training needs first.
     process.writer.get_ready()
     return trainer, start
 
 
-def _checkpoint(trainer: Trainer, step: int) -> None:
-    config, events = trainer.config, trainer.process.events
-    last = step == config.total_steps
+def _check_deadline(config: TrainConfig, process: Process) -> None:
+    answer = [process.stop.past_deadline]
+    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))  # one clock decides for all
+    if answer[0]:
+        raise ValueError(
+            f"stop_at {config.stop_at} is past or less than stop_margin_seconds {config.stop_margin_seconds:g} away; "
+            "set a later one to go on"
+        )
+
+
+def _checkpoint(trainer: Trainer, step: int, *, must_save: bool) -> float:
+    """Commit what is written, save when it is time; returns the seconds for which training waited."""
+    config, began = trainer.config, time.perf_counter()
+    last = step == config.total_steps or must_save
     if trainer.checkpointer.saving:
-        started_t = time.time()
         overdue = config.checkpoint.commit_within_steps
         must_wait = overdue is not None and step - trainer.saved_step >= overdue
-        committed = trainer.checkpointer.wait() if must_wait else trainer.checkpointer.poll()
-        events.write("stall", step=step, started_t=started_t, phase="finalize")
-        _record(trainer, committed)
+        with _stall(trainer, step, "finalize"):
+            _record(trainer, trainer.checkpointer.wait() if must_wait else trainer.checkpointer.poll())
     if step % config.checkpoint.interval_steps == 0 or last:
-        started_t = time.time()
-        _record(trainer, trainer.checkpointer.wait())
-        trainer.save(step)
-        events.write("stall", step=step, started_t=started_t, phase="save")
+        with _stall(trainer, step, "save"):
+            _record(trainer, trainer.checkpointer.wait())
+            trainer.save(step)
     if last:
-        started_t = time.time()
-        _record(trainer, trainer.checkpointer.wait())
-        events.write("stall", step=step, started_t=started_t, phase="final_save")
+        with _stall(trainer, step, "final_save"):
+            _record(trainer, trainer.checkpointer.wait())
+    return time.perf_counter() - began
+
+
+@contextmanager
+def _stall(trainer: Trainer, step: int, phase: str) -> Iterator[None]:
+    started_t = time.time()
+    yield
+    trainer.process.events.write("stall", step=step, started_t=started_t, phase=phase)
 
 
 def _record(trainer: Trainer, committed: Committed | None) -> None:
@@ -259,68 +363,18 @@ def _finish(trainer: Trainer, *, already_complete: bool) -> None:
     dist.destroy_process_group()
 
 
-def _build_optimizer(model: Llama, config: OptimizerConfig) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.eps)
+def _leave(trainer: Trainer, reason: StopReason) -> None:
+    """End with a committed checkpoint, before the last step. No done marker: the supervisor makes exit code 143 of it.
 
-
-def schedule_ratio(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
-    """Learning rate at 1-based `step` as a fraction of its peak: linear warm-up, then cosine to `min_ratio`.
-
-    A pure function of the step, so there is no scheduler state to save or to lose.
+    Every rank exits with 0, or its launcher would start it again. A deadline ends the job for good (93).
     """
-    if step <= schedule.warmup_steps:
-        return step / schedule.warmup_steps
-    progress = (step - schedule.warmup_steps) / max(1, total_steps - schedule.warmup_steps)
-    return schedule.min_ratio + (1 - schedule.min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _check_identity(saved: dict[str, Any], present: dict[str, Any]) -> None:
-    changed = [
-        f"{key} (saved {saved.get(key)!r}, now {value!r})" for key, value in present.items() if saved.get(key) != value
-    ]
-    if changed:
-        raise ValueError(
-            f"the checkpoint was made with other settings: {'; '.join(changed)}; "
-            "restore them, or choose another checkpoint.directory"
-        )
-
-
-def seed_random_state(seed: int, rank: int) -> None:
-    """Seed python's, numpy's and torch's generators, each rank differently."""
-    random.seed(f"{seed}-{rank}")
-    np.random.seed((seed * 1_000_003 + rank) % 2**32)
-    torch.manual_seed(seed * 1_000_003 + rank)
-
-
-def random_state_tensors(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of every generator as tensors of fixed shape, so that DCP can load them in place."""
-    version, words, gauss = random.getstate()
-    assert version == 3, version
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    assert name == "MT19937", name
-    state = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),
-        "numpy": torch.tensor([*(int(key) for key in keys), position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Put every generator back into the state that `random_state_tensors` took."""
-    gauss = state["python_gauss"].item()
-    random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss))
-    *keys, position, has_gauss = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    config, process = trainer.config, trainer.process
+    process.events.write("stopped", step=trainer.saved_step, reason=reason.name.lower())
+    if process.rank == 0:
+        text = f"{reason.value}: saved step {trainer.saved_step} of {config.total_steps}"
+        print(text, flush=True)
+        if reason is StopReason.DEADLINE:
+            (Path(config.run_directory) / NO_RESTART_MARKER).write_text(f"{text}; set a later stop_at to go on\n")
+    process.monitor.close()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -18,7 +18,16 @@ def run_ranks(tmp_path: Path) -> RunRanks:
 
     Returns the ranks' results in order. Fails the test with a rank's traceback when one raised.
     """
+    return _runner(tmp_path)
 
+
+@pytest.fixture(scope="module")
+def module_run_ranks(tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
+    """`run_ranks` for fixtures of a whole module."""
+    return _runner(tmp_path_factory.mktemp("ranks"))
+
+
+def _runner(tmp_path: Path) -> RunRanks:
     def run(function, *arguments, world_size: int = 2) -> list:
         # fork: the ranks inherit torch instead of importing it, which takes seconds each.
         context = multiprocessing.get_context("fork")

@@ -1,11 +1,12 @@
 """Settings of a run: what is refused, and that the message says field, value, rule and fix."""
 
 import json
+import typing
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from training.config import MODEL_PRESETS, RestartsConfig, TrainConfig, describe_errors, load_train_json
+from training.config import MODEL_PRESETS, FaultSpec, RestartsConfig, TrainConfig, describe_errors, load_train_json
 
 
 def document(**changes) -> dict:
@@ -34,8 +35,9 @@ def test_an_unknown_key_is_refused_by_name():
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    assert "model: unknown model preset 'llama-9'; known: debug-3m, llama-3.1-8b (given 'llama-9')" in errors_of(
-        model="llama-9"
+    assert (
+        "model: unknown model preset 'llama-9'; known: debug-3m, llama-2-7b, llama-3.1-70b, llama-3.1-8b, "
+        "llama-3.2-1b, llama-3.2-3b (given 'llama-9')" in errors_of(model="llama-9")
     )
 
 
@@ -91,17 +93,57 @@ def test_the_pod_outlives_the_launchers_own_term_timeout():
     assert restarts.termination_grace_period_seconds > restarts.in_job.term_timeout_seconds
 
 
-def test_the_8b_preset_has_the_published_number_of_parameters():
-    assert MODEL_PRESETS["llama-3.1-8b"].num_parameters == 8_030_261_248
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint": {"directory": "/fsx/c", "interval_steps": 0}}, "checkpoint.interval_steps: Input should be"),
+        ({"schedule": {"kind": "wsd"}}, "schedule: kind wsd needs decay_steps"),
+        ({"schedule": {"decay_steps": 3}}, "schedule: decay_steps is for kind wsd, kind is cosine; remove it"),
+        ({"schedule": {"kind": "wsd", "warmup_steps": 15, "decay_steps": 6}}, "exceed total_steps 20; lower them"),
+        ({"parallelism": {"float8": "rowwise", "param_dtype": "float32"}}, "float8 needs param_dtype bfloat16"),
+        ({"parallelism": {"float8": "rowwise"}}, "float8 without compile: inductor is slower"),
+        ({"metrics": {"profiler": {"start_step": 19}}}, "metrics.profiler records steps 19 to 21, the last step is 20"),
+        ({"metrics": {"prometheus_port": 70_000}}, "metrics.prometheus_port: Input should be less than or equal to"),
+        ({"stop_at": "2026-12-01T17:30:00"}, "stop_at: Input should have timezone info (given '2026-12-01T17:30:00')"),
+        ({"evaluation": {"path": "/fsx/v", "interval_steps": 0}}, "evaluation.interval_steps: Input should be greater"),
+    ],
+)
+def test_wrong_values_and_combinations_are_refused_with_their_path(changes, message):
+    assert message in errors_of(**changes)
 
 
-def test_the_identity_ignores_what_may_change_between_runs_and_notices_what_may_not():
-    base = TrainConfig.model_validate(document())
-    moved = TrainConfig.model_validate(
-        document(run_directory="/fsx/other", checkpoint={"directory": "/fsx/c", "interval_steps": 7})
-    )
-    assert moved.identity() == base.identity()
-    assert TrainConfig.model_validate(document(seed=2)).identity() != base.identity()
+def test_float8_needs_widths_in_tiles():
+    model = MODEL_PRESETS["llama-3.2-1b"].model_dump() | {"intermediate_size": 8190}
+    settings = {"float8": "tensorwise", "compile": "inductor"}
+    assert "model.intermediate_size 8190 is no multiple; unset float8" in errors_of(model=model, parallelism=settings)
+
+
+def test_a_mesh_that_does_not_divide_the_world_is_refused():
+    config = TrainConfig.model_validate(document(parallelism={"dp_replicate": 3}))
+    with pytest.raises(ValueError, match="dp_replicate 3 does not divide 4 ranks; choose a divisor"):
+        config.check_world_size(4)
+
+
+def test_every_setting_says_what_it_means():
+    unexplained = [
+        f"{section.__name__}.{name}"
+        for section in set(_sections(TrainConfig)) - {FaultSpec}
+        for name, field in section.model_fields.items()
+        if not field.description and not _sections_in(field.annotation)
+    ]
+    assert unexplained == []
+
+
+def _sections(section):
+    """`section` and all sections inside it; each is explained by its class, each other setting by its description."""
+    yield section
+    for field in section.model_fields.values():
+        for inner in _sections_in(field.annotation):
+            yield from _sections(inner)
+
+
+def _sections_in(kind) -> list:
+    return [one for one in (kind, *typing.get_args(kind)) if isinstance(one, type) and issubclass(one, BaseModel)]
 
 
 def test_train_json_comes_back_as_the_same_settings(tmp_path):

@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from training.config import MODEL_PRESETS, ModelConfig, RopeScaling
+from training.config_model import MODEL_PRESETS, ModelConfig, RopeScaling
+from training.loss import next_token_loss
 from training.model import (
     Attention,
     Llama,
     RMSNorm,
     Rotary,
+    document_mask,
     full_initial_value,
     inverse_frequencies,
-    next_token_loss,
     rotate,
 )
 
@@ -100,11 +101,58 @@ def test_number_of_parameters_is_what_the_configuration_computes(tied):
     assert sum(parameter.numel() for parameter in Llama(config).parameters()) == config.num_parameters
 
 
-def test_llama_8b_builds_on_meta_with_its_published_size():
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+    ],
+)
+def test_a_preset_builds_on_meta_with_its_published_size(preset, parameters):
     with torch.device("meta"):
-        model = Llama(MODEL_PRESETS["llama-3.1-8b"])
+        model = Llama(MODEL_PRESETS[preset])
 
-    assert sum(parameter.numel() for parameter in model.parameters()) == 8_030_261_248
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert MODEL_PRESETS[preset].num_parameters == parameters
+
+
+def test_the_document_mask_is_the_naive_one():
+    ids = torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 9]])
+    expected = torch.zeros(2, 7, 7, dtype=torch.bool)
+    for row in range(2):
+        for query in range(7):
+            for key in range(query + 1):
+                expected[row, query, key] = 9 not in ids[row, key:query].tolist()
+
+    assert torch.equal(document_mask(ids, 9)[:, 0], expected)
+
+
+def test_masked_documents_are_computed_as_if_each_stood_alone():
+    model = make_model()
+    ids = some_ids(batch=1, seq=12)
+    ids[ids == 7] = 8
+    ids[0, [3, 4, 8]] = 7  # documents of 4, 1, 4 and 3 tokens
+
+    together = model(ids, end_of_document=7)
+
+    alone = [model(part) for part in ids.split([4, 1, 4, 3], dim=1)]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1))
+    assert not torch.allclose(together, model(ids))
+
+
+def test_the_loss_of_the_model_is_the_loss_of_its_logits():
+    model, ids = make_model(), some_ids()
+    inputs, labels = ids[:, :-1], ids[:, 1:]
+
+    expected = next_token_loss(model(inputs), labels)
+
+    assert torch.equal(model(inputs, labels), expected)
+    per_token = model(inputs, labels, per_token=True)
+    assert per_token.shape == labels.shape
+    torch.testing.assert_close(per_token.mean(), expected)
 
 
 @pytest.mark.parametrize("position", [1, 5, 9])
@@ -179,7 +227,7 @@ def test_rotary_tables_stay_fp32_in_a_bf16_model():
     model = make_model().to(torch.bfloat16)
 
     assert model(some_ids()).dtype == torch.bfloat16
-    cos, _ = model.model.layers[0].self_attn.rotary.tables(10, CPU)
+    cos, _ = model.model.rotary.tables(10, CPU)
     assert cos.dtype == torch.float32
 
 
@@ -196,20 +244,20 @@ def test_rotary_tables_do_not_depend_on_which_length_came_first():
 
 def test_grouped_query_attention_equals_full_attention_with_repeated_heads():
     grouped_config, full_config = make_config(), make_config(num_key_value_heads=4)
-    grouped = Attention(grouped_config, Rotary(grouped_config))
-    full = Attention(full_config, Rotary(full_config))
+    grouped, full = Attention(grouped_config), Attention(full_config)
     state = grouped.state_dict()
     for name in ("k_proj.weight", "v_proj.weight"):
         state[name] = state[name].view(2, 1, 6, 24).expand(2, 2, 6, 24).reshape(24, 24)
     full.load_state_dict(state)
     hidden = torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(4))
 
-    torch.testing.assert_close(grouped(hidden), full(hidden))
+    tables = Rotary(grouped_config).tables(9, CPU)
+    torch.testing.assert_close(grouped(hidden, *tables), full(hidden, *tables))
 
 
 def test_attention_equals_a_numpy_computation():
     config = make_config()
-    attention = Attention(config, Rotary(config))
+    attention = Attention(config)
     hidden = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(4))
     weights = {name: value.double().numpy() for name, value in attention.state_dict().items()}
     x = hidden[0].double().numpy()
@@ -230,7 +278,8 @@ def test_attention_equals_a_numpy_computation():
         outputs.append(odds / odds.sum(-1, keepdims=True) @ v)
     expected = np.concatenate(outputs, axis=-1) @ weights["o_proj.weight"].T
 
-    np.testing.assert_allclose(attention(hidden)[0].detach().numpy(), expected, rtol=1e-4, atol=1e-6)
+    found = attention(hidden, *Rotary(config).tables(5, CPU))[0].detach().numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue,
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import save_state_dict_async_plan
 
-from training.lifetime import die_with_parent
+from training.lifetime import die_with_parent, leave_process_group
 
 
 class CheckpointWriterError(RuntimeError):
@@ -72,7 +72,7 @@ class BackgroundWriter:
     def _start(self) -> None:
         # NVRx makes its results queue on first use; made here instead so that its manager process dies with us.
         self._manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        self._manager.start(initializer=die_with_parent)
+        self._manager.start(initializer=_live_as_long_as_the_trainer)
         filesystem_async._results_queue = self._manager.Queue()
         # A warm worker: the first save costs what the tenth does. Its first task is to load what saving needs, and
         # to tie its life to ours, for the queue that it reads never closes when the trainer is killed.
@@ -150,4 +150,10 @@ class BackgroundWriter:
 
 def _prepare_worker() -> None:
     """First task of the worker process. That this function is found here has loaded all that saving needs."""
+    _live_as_long_as_the_trainer()
+
+
+def _live_as_long_as_the_trainer() -> None:
+    """A SIGTERM to the trainer's group must not end what the last save needs; the trainer's end does."""
+    leave_process_group()
     die_with_parent()
