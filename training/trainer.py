@@ -304,7 +304,8 @@ def _set_up(
     events.write("restored", step=start, tier="durable" if start else "none")
     trainer.open_reports(start, attempt)
     # Only now: loading the writer's libraries takes seconds of CPU, which the way back to training needs first.
-    process.writer.get_ready()
+    if start < config.total_steps:
+        process.writer.get_ready()
     return trainer, start
 
 

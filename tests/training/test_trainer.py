@@ -83,6 +83,7 @@ def attempt(rank: int, config: TrainConfig, told_to_stop_by: int | None = None) 
     """One rank's whole process but its interpreter's start; returns its exit code."""
     world_size = dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
+    dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group()  # the fixture's; the trainer makes its own
     run_directory = Path(config.run_directory)
     stop = StopRequest(config)
@@ -108,6 +109,8 @@ def attempt(rank: int, config: TrainConfig, told_to_stop_by: int | None = None) 
     except SystemExit as error:
         code = int(error.code)
     process.writer.close()
+    if dist.is_initialized():  # a run that gave up leaves it to the end of the process
+        dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=world_size)
     return code
 
