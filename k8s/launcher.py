@@ -48,6 +48,8 @@ def train_json(deployment: DeploymentConfig, site: Site) -> str:
         update={
             "run_directory": _relocate(train.run_directory, site),
             "data": train.data.model_copy(update={"path": _relocate(train.data.path, site)}),
+            "evaluation": train.evaluation
+            and train.evaluation.model_copy(update={"path": _relocate(train.evaluation.path, site)}),
             "checkpoint": train.checkpoint.model_copy(
                 update={"directory": _relocate(train.checkpoint.directory, site)}
             ),

@@ -12,6 +12,16 @@ import torch.distributed as dist
 RunRanks = Callable[..., list]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu(n): needs n CUDA GPUs; skipped by name where there are fewer")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("gpu")
+    if marker is not None and torch.cuda.device_count() < marker.args[0]:
+        pytest.skip(f"{item.name} needs {marker.args[0]} GPU(s), there are {torch.cuda.device_count()}")
+
+
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> RunRanks:
     """run_ranks(function, *arguments, world_size=2): call function(rank, *arguments) on every rank.

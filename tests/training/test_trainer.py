@@ -1,4 +1,4 @@
-"""Whole runs of real ranks through the trainer's own entry: exact resume, other world sizes, stopping, evaluation."""
+"""Whole runs of real ranks through the trainer's own entry: exact resume, other world sizes, stopping."""
 
 import datetime
 import json
@@ -184,8 +184,7 @@ def test_two_ranks_resumed_as_one_take_the_same_batches_and_agree_to_rounding(
 def test_one_rank_resumed_as_two_takes_the_same_batches_and_agrees_to_rounding(
     run_ranks, corpora, undisturbed, tmp_path
 ):
-    alone = settings(corpora, tmp_path, total_steps=STEPS)
-    first = train(run_ranks, alone, world_size=1)
+    first = train(run_ranks, settings(corpora, tmp_path), world_size=1)
     assert losses(first) == pytest.approx(losses(undisturbed[1]), rel=TOLERANCE)
     shutil.rmtree(tmp_path / "checkpoints/step-00000008")
 
@@ -220,10 +219,14 @@ def test_a_setting_that_breaks_the_run_is_refused_and_one_that_may_change_is_sho
     reason = (tmp_path / "run" / NO_RESTART_MARKER).read_text()
     assert reason.startswith("the checkpoint was made with other settings: seed: 5 in the checkpoint, now 6; restore")
 
-    events = train(run_ranks, settings(corpora, tmp_path, checkpoint=checkpoint))
+    evaluation = {"path": str(corpora["held-out"]), "interval_steps": 5, "sequences": 7}
+    events = train(run_ranks, settings(corpora, tmp_path, checkpoint=checkpoint, evaluation=evaluation))
     (shown,) = of_kind(events, "settings_changed")
     assert "checkpoint.interval_steps: 4 in the checkpoint, now 3" in shown["changes"]
-    assert losses(events)[STEPS] == losses(undisturbed[1])[STEPS]
+    assert losses(events)[STEPS] == losses(undisturbed[1])[STEPS]  # evaluating changed nothing
+    validated = of_kind(events, "evaluation")
+    assert [event["step"] for event in validated if event["rank"] == 0] == [5, STEPS]
+    assert len({event["loss"] for event in validated}) == 2  # one per step, the same on both ranks
 
 
 def test_a_tracker_without_its_checkpoint_is_an_error_not_step_0(run_ranks, corpora, tmp_path):
@@ -266,35 +269,6 @@ def test_the_deadline_saves_stops_and_forbids_a_restart(run_ranks, corpora, tmp_
     assert "set a later stop_at to go on" in (tmp_path / "run" / NO_RESTART_MARKER).read_text()
     assert run_ranks(attempt, soon) == [EXIT_NO_RESTART] * 2
     assert "is past or less than stop_margin_seconds 50 away" in (tmp_path / "run" / NO_RESTART_MARKER).read_text()
-
-
-def test_the_validation_loss_is_the_same_at_any_world_size(run_ranks, corpora, undisturbed, tmp_path):
-    found = {}
-    for world_size in (1, 2):
-        directory = tmp_path / str(world_size)
-        directory.mkdir()
-        from_step_4(undisturbed, directory)
-        evaluation = {"path": str(corpora["held-out"]), "interval_steps": 5, "sequences": 7}
-        config = settings(corpora, directory, evaluation=evaluation)
-        events = of_kind(train(run_ranks, config, world_size=world_size), "evaluation")
-        assert {event["step"] for event in events} == {5, STEPS}
-        assert len({event["loss"] for event in events if event["step"] == 5}) == 1  # the same on every rank
-        found[world_size] = [event["loss"] for event in events if event["rank"] == 0]
-        assert losses(read_events(directory / "run"))[STEPS] == pytest.approx(
-            losses(undisturbed[1])[STEPS], rel=TOLERANCE
-        )  # evaluating changed nothing
-    assert found[1] == pytest.approx(found[2], rel=TOLERANCE)
-    assert found[1][1] != found[1][0]
-
-
-def test_too_small_a_validation_corpus_is_refused(corpora, tmp_path):
-    from training.evaluation import Evaluation
-
-    config = settings(
-        corpora, tmp_path, evaluation={"path": str(corpora["held-out"]), "interval_steps": 1, "sequences": 10_000}
-    )
-    with pytest.raises(ValueError, match=r"evaluation.sequences 10000 exceeds the \d+ samples of seq_len 32"):
-        Evaluation(config, config.evaluation)
 
 
 def test_settings_that_do_not_fit_the_job_leave_the_marker_that_stops_restarts(tmp_path):
