@@ -29,8 +29,10 @@ class DeploymentConfig(Config):
             self.train.check_world_size(self.job.world_size)
         except ValueError as error:
             raise ValueError(f"train: {error}") from error
+        evaluation = self.train.evaluation
         for field, path in (
             ("train.data.path", self.train.data.path),
+            *([] if evaluation is None else [("train.evaluation.path", evaluation.path)]),
             ("train.run_directory", self.train.run_directory),
             ("train.checkpoint.directory", self.train.checkpoint.directory),
         ):

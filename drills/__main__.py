@@ -1,4 +1,7 @@
-"""`python -m drills run ...`: train on a local cluster while faults strike, and report what was lost."""
+"""`python -m drills run ...`: train on a local cluster while faults strike, and report what was lost.
+
+`python -m drills bench-trainer` measures the trainer itself.
+"""
 
 import argparse
 import math
@@ -13,10 +16,17 @@ def main() -> int:
     # SIGTERM leaves through the same door as Ctrl-C, so that the processes of the drill are ended either way.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _run(arguments)
+        return arguments.function(arguments)
     except KeyboardInterrupt:
         print("interrupted: every process of the drill has been ended", file=sys.stderr)
         return 130
+
+
+def _bench_trainer(arguments: argparse.Namespace) -> int:
+    from drills.bench_trainer import run_benchmark
+
+    bounds = run_benchmark(repetitions=arguments.repetitions, restarts=arguments.restarts)
+    return 0 if all(bound.kept for bound in bounds) else 1
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -46,7 +56,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m drills", description="fault drills on this machine")
-    run = parser.add_subparsers(dest="command", required=True).add_parser("run", help="one drill with given faults")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="one drill with given faults")
+    run.set_defaults(function=_run)
     run.add_argument("--deployment", type=Path, required=True, help="deployment file, e.g. deployments/local.yaml")
     run.add_argument("--out", type=Path, required=True, help="folder for report.json, report.html, logs and events")
     run.add_argument("--fault", action="append", default=[], metavar="KIND@STEP:rankN", help="may be given repeatedly")
@@ -54,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--timeout", type=_seconds, default=300.0, help="seconds after which a run is given up (default 300)"
     )
+    bench = commands.add_parser("bench-trainer", help="what the trainer costs beyond the bare loop, on the CPU")
+    bench.set_defaults(function=_bench_trainer)
+    bench.add_argument("--repetitions", type=int, default=40, help="steps of each kind that are measured (default 40)")
+    bench.add_argument("--restarts", type=int, default=5, help="restarts of a rank that are measured (default 5)")
     return parser
 
 

@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue,
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import save_state_dict_async_plan
 
-from training.lifetime import die_with_parent, leave_process_group
+from training.lifetime import deaf_to_sigterm, die_with_parent, leave_process_group
 
 
 class CheckpointWriterError(RuntimeError):
@@ -67,7 +67,8 @@ class BackgroundWriter:
             self.close(abort=True)
         self.forget()
         if self._queue is None:
-            self._start()
+            with deaf_to_sigterm():
+                self._start()
 
     def _start(self) -> None:
         # NVRx makes its results queue on first use; made here instead so that its manager process dies with us.
@@ -155,5 +156,5 @@ def _prepare_worker() -> None:
 
 def _live_as_long_as_the_trainer() -> None:
     """A SIGTERM to the trainer's group must not end what the last save needs; the trainer's end does."""
-    leave_process_group()
     die_with_parent()
+    leave_process_group()

@@ -1,0 +1,50 @@
+"""A pod told to stop: the whole job saves at the next step and every node leaves with 143, to be started again."""
+
+import signal
+import time
+from pathlib import Path
+
+import yaml
+
+from config.deployment import load
+from drills.local_cluster import LocalCluster
+from drills.run import _link_corpus, _prepare_corpus
+from tests.drills.harness import write_deployment
+from training.checkpoint.durable import committed_steps
+from training.config import DONE_MARKER, EXIT_SIGTERM, NO_RESTART_MARKER
+from training.events import read_events
+
+
+def wait_for(condition, seconds: float = 200) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def test_sigterm_to_one_pod_saves_and_ends_every_pod_with_143(tmp_path):
+    document = yaml.safe_load(write_deployment(tmp_path / "small.yaml", total_steps=100_000).read_text())
+    document["train"]["restarts"]["in_job"]["term_timeout_seconds"] = 90  # of a loaded machine
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(document))
+    deployment = load(tmp_path / "small.yaml")
+    _prepare_corpus(deployment, tmp_path)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    _link_corpus(deployment, tmp_path, shared)
+    run_directory: Path = shared / "runs/local"
+    with LocalCluster(deployment, shared_directory=shared) as cluster:
+        wait_for(lambda: any(event["event"] == "step" for event in _events(run_directory)))
+        cluster._nodes[1].send_signal(signal.SIGTERM)
+        wait_for(lambda: not cluster.running())
+        codes = {exit_.node: exit_.exit_code for exit_ in cluster.exited()}
+    stopped = {event["step"] for event in _events(run_directory) if event["event"] == "stopped"}
+    logs = "\n".join(path.read_text() for path in sorted(cluster.logs.glob("node-*.log")))
+    assert codes == {0: EXIT_SIGTERM, 1: EXIT_SIGTERM}, logs[-4000:]
+    assert len(stopped) == 1, logs[-4000:]
+    assert committed_steps(run_directory / "checkpoints")[-1:] == list(stopped)
+    assert not (run_directory / DONE_MARKER).exists()
+    assert not (run_directory / NO_RESTART_MARKER).exists()
+
+
+def _events(run_directory: Path) -> list[dict]:
+    return read_events(run_directory) if (run_directory / "events").exists() else []
