@@ -47,6 +47,7 @@ class Bound:
 def run_benchmark(*, repetitions: int, restarts: int) -> list[Bound]:
     """Measure everything; prints one line per bound as it is known."""
     bounds = []
+    torch.set_num_threads(1)  # as in a rank of a drill; more threads than idle cores measure the scheduler
     with tempfile.TemporaryDirectory(prefix="bench-trainer-") as directory:
         config = _config(Path(directory))
         for measure in (
@@ -56,7 +57,10 @@ def run_benchmark(*, repetitions: int, restarts: int) -> list[Bound]:
         ):
             bound = measure()
             verdict = "kept" if bound.kept else "BROKEN"
-            print(f"{bound.name:42s} {bound.measured:6.3f}  (at most {bound.bound:g}: {verdict})  {bound.detail}")
+            print(
+                f"{bound.name:42s} {bound.measured:6.3f}  (at most {bound.bound:g}: {verdict})  {bound.detail}",
+                flush=True,
+            )
             bounds.append(bound)
     return bounds
 

@@ -76,7 +76,14 @@ def marker(name):
 
 
 def test_its_constants_are_the_trainers():
-    for name in ("EXIT_BAD_CONFIG", "EXIT_NO_RESTART", "EXIT_SIGTERM", "DONE_MARKER", "NO_RESTART_MARKER"):
+    for name in (
+        "EXIT_BAD_CONFIG",
+        "EXIT_NO_RESTART",
+        "EXIT_SIGTERM",
+        "DONE_MARKER",
+        "NO_RESTART_MARKER",
+        "STOP_MARKER",
+    ):
         assert getattr(supervisor, name) == getattr(training.config, name)
 
 
