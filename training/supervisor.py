@@ -9,7 +9,8 @@ that it is complete. With a run directory the code is, first match wins:
     0     the command ended with 0 and the trainer wrote the done marker
     2     the command ended with 2: bad arguments or settings
     93    the command ended with 93, or the trainer wrote the no-restart marker
-    143   the supervisor was told to stop (130 by SIGINT), or the command ended with 0 without the done marker
+    143   the supervisor was told to stop (130 by SIGINT), or another node's was, or the command ended with 0 without
+          the done marker
     128+n signal n killed the command
     else  the command's own code
 
@@ -58,13 +59,13 @@ class Ending:
 
 @dataclass
 class Markers:
-    """The trainer's two files. One that was there at our start, and is unchanged, tells of an earlier attempt."""
+    """The run's files that tell how it ended. One that was there at our start, and is unchanged, tells of an earlier attempt."""
 
     directory: Path
     _at_start: dict[str, tuple[int, int] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._at_start = {name: self._version(name) for name in (DONE_MARKER, NO_RESTART_MARKER)}
+        self._at_start = {name: self._version(name) for name in (DONE_MARKER, NO_RESTART_MARKER, STOP_MARKER)}
 
     def written(self, name: str) -> bool:
         """Whether the marker was written since we started."""
@@ -116,6 +117,8 @@ def exit_code(ending: Ending, markers: Markers | None) -> tuple[int, str]:
         return EXIT_NO_RESTART, f"must not be restarted (ended with {ending.code})"
     if ending.stopped_by is not None:
         return 128 + ending.stopped_by, f"was stopped by {ending.stopped_by.name} (ended with {ending.code})"
+    if markers is not None and markers.written(STOP_MARKER):
+        return EXIT_SIGTERM, f"ended with the job, which was stopped on another node (ended with {ending.code})"
     if ending.code == 0:
         return EXIT_SIGTERM, "ended with 0 but the run is not complete"
     if ending.killed_by is not None:

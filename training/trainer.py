@@ -365,17 +365,19 @@ def _finish(trainer: Trainer, *, already_complete: bool) -> None:
 
 
 def _leave(trainer: Trainer, reason: StopReason) -> None:
-    """End with a committed checkpoint, before the last step. No done marker: the supervisor makes exit code 143 of it.
+    """End with a committed checkpoint, before the last step; the supervisor makes exit code 143 or 93 of it.
 
-    Every rank exits with 0, or its launcher would start it again. A deadline ends the job for good (93).
+    The launchers are told to end the job: one whose ranks exit with 0 waits up to five minutes for those of other
+    nodes, deaf to signals (NVRx 0.7.0, torch's exit barrier).
     """
     config, process = trainer.config, trainer.process
     process.events.write("stopped", step=trainer.saved_step, reason=reason.name.lower())
+    text = f"{reason.value}: saved step {trainer.saved_step} of {config.total_steps}"
     if process.rank == 0:
-        text = f"{reason.value}: saved step {trainer.saved_step} of {config.total_steps}"
         print(text, flush=True)
         if reason is StopReason.DEADLINE:
             (Path(config.run_directory) / NO_RESTART_MARKER).write_text(f"{text}; set a later stop_at to go on\n")
-    process.monitor.close()
     dist.barrier()
     dist.destroy_process_group()
+    process.monitor.stop_job(text)
+    process.monitor.close()

@@ -118,6 +118,18 @@ def test_a_done_marker_written_again_counts(supervise, tmp_path):
 
 
 @pytest.mark.parametrize("code", [0, 1])
+def test_a_node_whose_job_was_stopped_elsewhere_leaves_with_143(supervise, tmp_path, code):
+    supervised = supervise(marker("stop-requested") + f"sys.exit({code})", f"--run-directory={tmp_path}")
+    assert supervised.end() == 143
+    assert "stopped on another node" in supervised.message
+
+
+def test_a_stop_marker_of_an_earlier_run_does_not_count(supervise, tmp_path):
+    (tmp_path / "stop-requested").touch()
+    assert supervise("sys.exit(1)", f"--run-directory={tmp_path}").end() == 1
+
+
+@pytest.mark.parametrize("code", [0, 1])
 def test_the_no_restart_marker_is_93(supervise, tmp_path, code):
     supervised = supervise(marker("no-restart") + f"sys.exit({code})", f"--run-directory={tmp_path}")
     assert supervised.end() == 93
