@@ -367,8 +367,8 @@ def _finish(trainer: Trainer, *, already_complete: bool) -> None:
 def _leave(trainer: Trainer, reason: StopReason) -> None:
     """End with a committed checkpoint, before the last step; the supervisor makes exit code 143 or 93 of it.
 
-    The launchers are told to end the job: one whose ranks exit with 0 waits up to five minutes for those of other
-    nodes, deaf to signals (NVRx 0.7.0, torch's exit barrier).
+    Every rank exits with 0, or its launcher would start it again. After a SIGTERM to one node the launchers of the
+    others wait up to five minutes for that node's, deaf to signals (torch's exit barrier).
     """
     config, process = trainer.config, trainer.process
     process.events.write("stopped", step=trainer.saved_step, reason=reason.name.lower())
@@ -377,7 +377,6 @@ def _leave(trainer: Trainer, reason: StopReason) -> None:
         print(text, flush=True)
         if reason is StopReason.DEADLINE:
             (Path(config.run_directory) / NO_RESTART_MARKER).write_text(f"{text}; set a later stop_at to go on\n")
+    process.monitor.close()
     dist.barrier()
     dist.destroy_process_group()
-    process.monitor.stop_job(text)
-    process.monitor.close()
