@@ -59,13 +59,14 @@ class Ending:
 
 @dataclass
 class Markers:
-    """The run's files that tell how it ended. One that was there at our start, and is unchanged, tells of an earlier attempt."""
+    """The run's files that tell how it ended. One that is unchanged since our start tells of an earlier attempt."""
 
     directory: Path
     _at_start: dict[str, tuple[int, int] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._at_start = {name: self._version(name) for name in (DONE_MARKER, NO_RESTART_MARKER, STOP_MARKER)}
+        names = (DONE_MARKER, NO_RESTART_MARKER, STOP_MARKER)
+        self._at_start = {name: self._version(name) for name in names}
 
     def written(self, name: str) -> bool:
         """Whether the marker was written since we started."""

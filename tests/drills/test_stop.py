@@ -35,7 +35,7 @@ def test_sigterm_to_one_pod_has_every_rank_save_and_the_pod_leave_with_143(tmp_p
     with LocalCluster(deployment, shared_directory=shared) as cluster:
         wait_for(lambda: any(event["event"] == "step" for event in _events(run_directory)))
         cluster._nodes[1].send_signal(signal.SIGTERM)
-        wait_for(lambda: cluster.exited())
+        wait_for(cluster.exited)
         codes = {exit_.node: exit_.exit_code for exit_ in cluster.exited()}
         # The other launcher waits for this one in torch's exit barrier, up to five minutes: not waited for here.
     stopped = {(event["rank"], event["step"]) for event in _events(run_directory) if event["event"] == "stopped"}
