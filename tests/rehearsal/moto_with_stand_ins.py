@@ -1,0 +1,132 @@
+"""A moto server, with what moto 5.2.5 lacks of CloudFormation put beside what it has. Run as a script, with a port.
+
+The templates reach it unaltered, as app.py makes them. A resource type that moto does not know and that nothing refers
+to is skipped by moto itself, with a warning on stderr.
+"""
+
+import sys
+from typing import Any
+
+from moto.cloudformation import parsing
+from moto.cloudformation.exceptions import ValidationError
+from moto.cloudformation.models import CloudFormationBackend
+from moto.cloudformation.responses import CloudFormationResponse
+from moto.core.responses import ActionResult
+from moto.ec2.models import ec2_backends
+from moto.server import main
+
+# Types that moto's CloudFormation does not know and that other resources refer to. Their stand-ins keep nothing and
+# check nothing: a Ref is the generated name, an attribute is named after what was asked for.
+STAND_INS = (
+    "AWS::CodeBuild::Project",
+    "AWS::EC2::PlacementGroup",
+    "AWS::EKS::Cluster",
+    "AWS::EKS::Nodegroup",
+    "AWS::FSx::FileSystem",
+)
+ATTRIBUTES = {
+    "AWS::EKS::Cluster": {"ClusterSecurityGroupId": "sg-0c1a57e4000000000", "CertificateAuthorityData": "none"},
+    "AWS::FSx::FileSystem": {"LustreMountName": "standin", "DNSName": "fs-0.fsx.us-west-2.amazonaws.com"},
+}
+
+
+class StandIn:
+    """A resource that exists in name only."""
+
+    type_ = ""
+
+    def __init__(self, name: str) -> None:
+        self.physical_resource_id = name
+
+    @classmethod
+    def has_cfn_attr(cls, _attr: str) -> bool:
+        return True
+
+    def get_cfn_attribute(self, attribute: str) -> str:
+        arn = f"arn:aws:standin:us-west-2:123456789012:{self.physical_resource_id}/{attribute}"
+        return ATTRIBUTES.get(self.type_, {}).get(attribute, arn)
+
+    @classmethod
+    def create_from_cloudformation_json(cls, resource_name: str, *_: Any, **__: Any) -> "StandIn":
+        return cls(resource_name)
+
+    @classmethod
+    def update_from_cloudformation_json(cls, original_resource: "StandIn", **_: Any) -> "StandIn":
+        return original_resource
+
+    @classmethod
+    def delete_from_cloudformation_json(cls, *_: Any, **__: Any) -> None:
+        pass
+
+    def is_created(self) -> bool:
+        return True
+
+
+class SecurityGroupEgress(StandIn):
+    """AWS::EC2::SecurityGroupEgress, which really adds the rule to moto's EC2 (moto has only the ingress one)."""
+
+    type_ = "AWS::EC2::SecurityGroupEgress"
+
+    @classmethod
+    def create_from_cloudformation_json(
+        cls, resource_name: str, cloudformation_json: dict, account_id: str, region_name: str, **_: Any
+    ) -> "SecurityGroupEgress":
+        rule = cloudformation_json["Properties"]
+        ec2_backends[account_id][region_name].authorize_security_group_egress(
+            rule["GroupId"],
+            ip_protocol=rule["IpProtocol"],
+            from_port=rule.get("FromPort"),
+            to_port=rule.get("ToPort"),
+            ip_ranges=[],
+            source_groups=[{"GroupId": rule["DestinationSecurityGroupId"]}],
+        )
+        return cls(resource_name)
+
+
+def _protect(response: CloudFormationResponse) -> ActionResult:
+    """UpdateTerminationProtection, which moto does not implement."""
+    stack = response.cloudformation_backend.get_stack(response._get_param("StackName"))
+    stack.enable_termination_protection = response._get_param("EnableTerminationProtection") in (True, "true")
+    return ActionResult({"StackId": stack.stack_id})
+
+
+def _refuse_protected(delete_stack):
+    """DeleteStack, refusing a protected stack in CloudFormation's words; moto's deletes it."""
+
+    def checked(backend: CloudFormationBackend, name_or_stack_id: str) -> None:
+        for stack in backend.stacks.values():
+            if name_or_stack_id in (stack.name, stack.stack_id) and stack.enable_termination_protection:
+                raise ValidationError(
+                    message=f"Stack [{stack.name}] cannot be deleted while TerminationProtection is enabled"
+                )
+        delete_stack(backend, name_or_stack_id)
+
+    return checked
+
+
+def _lower_case_repositories(generate):
+    """Generated names of ECR repositories in lower case, as CloudFormation makes them and as ECR demands."""
+
+    def named(resource_type: str, *arguments: str) -> str:
+        name = generate(resource_type, *arguments)
+        return name.lower() if resource_type == "AWS::ECR::Repository" else name
+
+    return named
+
+
+def extend_moto() -> None:
+    """Everything above, in place."""
+    known = dict(parsing.get_model_map())
+    known |= {type_: type(type_.replace("::", ""), (StandIn,), {"type_": type_}) for type_ in STAND_INS}
+    known["AWS::EC2::SecurityGroupEgress"] = SecurityGroupEgress
+    parsing.get_model_map = lambda: known
+    # Custom resources run a Lambda function in Docker, which is not there, and would reach for a real cluster.
+    parsing.CustomModel = StandIn
+    parsing.generate_resource_name = _lower_case_repositories(parsing.generate_resource_name)
+    CloudFormationResponse.update_termination_protection = _protect
+    CloudFormationBackend.delete_stack = _refuse_protected(CloudFormationBackend.delete_stack)
+
+
+if __name__ == "__main__":
+    extend_moto()
+    sys.exit(main(["-H", "localhost", "-p", sys.argv[1]]))
