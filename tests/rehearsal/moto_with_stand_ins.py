@@ -104,6 +104,26 @@ def _refuse_protected(delete_stack):
     return checked
 
 
+def _as_moto_reads_it(parse):
+    """Keys and parameters in the form of those services' own calls: moto translates neither tags nor a missing name."""
+
+    def parsed(resource_json: dict, resources_map: Any) -> tuple | None:
+        found = parse(resource_json, resources_map)
+        if found is None:
+            return None
+        _, resource, type_ = found
+        if type_ == "AWS::KMS::Key":
+            tags = resource["Properties"].get("Tags", [])
+            resource["Properties"]["Tags"] = [{"TagKey": tag["Key"], "TagValue": tag["Value"]} for tag in tags]
+        if type_ == "AWS::SSM::Parameter":
+            tags = resource["Properties"].get("Tags", {})
+            resource["Properties"]["Tags"] = [{"Key": key, "Value": value} for key, value in tags.items()]
+            resource["Properties"].setdefault("Name", f"CFN-{parsing.random_suffix()}")
+        return found
+
+    return parsed
+
+
 def _lower_case_repositories(generate):
     """Generated names of ECR repositories in lower case, as CloudFormation makes them and as ECR demands."""
 
@@ -122,6 +142,7 @@ def extend_moto() -> None:
     parsing.get_model_map = lambda: known
     # Custom resources run a Lambda function in Docker, which is not there, and would reach for a real cluster.
     parsing.CustomModel = StandIn
+    parsing.parse_resource = _as_moto_reads_it(parsing.parse_resource)
     parsing.generate_resource_name = _lower_case_repositories(parsing.generate_resource_name)
     CloudFormationResponse.update_termination_protection = _protect
     CloudFormationBackend.delete_stack = _refuse_protected(CloudFormationBackend.delete_stack)
