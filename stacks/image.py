@@ -15,8 +15,11 @@ from config.cluster import StorageConfig
 from stacks.storage import removal_policy
 
 TRAINING = Path(__file__).parents[1] / "training"
-# The same Ubuntu from a registry without Docker Hub's limit of anonymous pulls, which CodeBuild's addresses often meet.
-BASE_IMAGE = "public.ecr.aws/docker/library/ubuntu:24.04"
+# The Dockerfile's own base, from a registry without Docker Hub's limit of anonymous pulls, which CodeBuild's addresses
+# often meet.
+BASE_IMAGE = (
+    "public.ecr.aws/docker/library/ubuntu:24.04@sha256:69cecf4bbf72d2d44a9eef1b71fb98c7fb973d78af11399deccef19beb008ad9"
+)
 
 _BUILD = """\
 set -euo pipefail
@@ -29,7 +32,7 @@ if ! digest=$(digest_of_tag 2>/dev/null); then
   mkdir /tmp/context && cp -r "$CODEBUILD_SRC_DIR" /tmp/context/training
   docker build --platform linux/amd64 --build-arg "BASE=$BASE_IMAGE" \\
     --file /tmp/context/training/Dockerfile --tag "$REPOSITORY_URI:$TAG" /tmp/context
-  docker run --rm "$REPOSITORY_URI:$TAG"
+  docker run --rm "$REPOSITORY_URI:$TAG" python -m training.self_test
   docker push --quiet "$REPOSITORY_URI:$TAG"
   digest=$(digest_of_tag)
 fi
