@@ -9,7 +9,7 @@ from typing import Any
 
 from moto.cloudformation import parsing
 from moto.cloudformation.exceptions import ValidationError
-from moto.cloudformation.models import CloudFormationBackend
+from moto.cloudformation.models import CloudFormationBackend, Stack
 from moto.cloudformation.responses import CloudFormationResponse
 from moto.core.responses import ActionResult
 from moto.ec2.models import ec2_backends
@@ -90,6 +90,16 @@ def _protect(response: CloudFormationResponse) -> ActionResult:
     return ActionResult({"StackId": stack.stack_id})
 
 
+def _keep_defaults(resolve):
+    """Parameters of an update; one that was never given keeps its default, which moto takes for missing."""
+
+    def resolved(backend: CloudFormationBackend, instance: Stack, incoming_params: list[dict]) -> dict:
+        kept = [p for p in incoming_params if "ParameterValue" in p or p["ParameterKey"] in instance.parameters]
+        return resolve(backend, instance=instance, incoming_params=kept)
+
+    return resolved
+
+
 def _refuse_protected(delete_stack):
     """DeleteStack, refusing a protected stack in CloudFormation's words; moto's deletes it."""
 
@@ -145,6 +155,7 @@ def extend_moto() -> None:
     parsing.parse_resource = _as_moto_reads_it(parsing.parse_resource)
     parsing.generate_resource_name = _lower_case_repositories(parsing.generate_resource_name)
     CloudFormationResponse.update_termination_protection = _protect
+    CloudFormationBackend._resolve_update_parameters = _keep_defaults(CloudFormationBackend._resolve_update_parameters)
     CloudFormationBackend.delete_stack = _refuse_protected(CloudFormationBackend.delete_stack)
 
 
