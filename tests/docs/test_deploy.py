@@ -88,7 +88,7 @@ def test_names_of_stacks_files_and_objects_are_those_of_the_shipped_deployment()
     assert found(r"p5-2node-(\w+)") == {name.lower() for name in STACKS}
     assert found(r"dist/p5-2node/(\S+\.yaml)") == {f"0001-{P5.job.name}.k8s.yaml"}
     assert found(r"/runs/([\w-]+)/") == {P5.train.run_name}
-    assert found(r"kubectl -n (\w+)") == {P5.job.namespace} | {"kube-system"}
+    assert found(r"kubectl -n ([\w-]+)") == {P5.job.namespace} | {"kube-system"}
     assert found(r"kubectl get nodes -L (\S+)") == {NODE_ROLE_LABEL}
 
 
