@@ -10,6 +10,7 @@ import yaml
 
 from config.deployment import load
 from config.names import FSX_CLAIM, NODE_ROLE_LABEL
+from k8s.pod import WORKER_CONTAINER
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/deploy.md").read_text()
@@ -89,6 +90,7 @@ def test_names_of_stacks_files_and_objects_are_those_of_the_shipped_deployment()
     assert found(r"dist/p5-2node/(\S+\.yaml)") == {f"0001-{P5.job.name}.k8s.yaml"}
     assert found(r"/runs/([\w-]+)/") == {P5.train.run_name}
     assert found(r"kubectl -n ([\w-]+)") == {P5.job.namespace} | {"kube-system"}
+    assert found(r"kubectl -n training exec POD -c (\S+)") == {WORKER_CONTAINER}
     assert found(r"kubectl get nodes -L (\S+)") == {NODE_ROLE_LABEL}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dockerfile_parse import DockerfileParser
 
-from stacks.image import BASE_IMAGE
+from stacks import image
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "training/Dockerfile"
@@ -44,7 +44,7 @@ def test_every_stage_begins_with_one_base_image_by_digest_and_codebuild_takes_th
     (base,) = [value for name, value in instructions if name == "ARG" and value.startswith("BASE=")]
     assert re.fullmatch(r"BASE=ubuntu:24\.04@sha256:[0-9a-f]{64}", base)
     assert [value.split()[0] for name, value in instructions if name == "FROM"] == ["${BASE}", "${BASE}"]
-    assert "public.ecr.aws/docker/library/" + base.removeprefix("BASE=") == BASE_IMAGE
+    assert "public.ecr.aws/docker/library/" + base.removeprefix("BASE=") == image.BASE_IMAGE
 
 
 def test_what_is_downloaded_is_checked_before_it_is_unpacked(last_stage):
@@ -65,3 +65,9 @@ def test_the_last_stage_installs_no_build_tools_and_leaves_no_lists(last_stage):
 def test_it_runs_as_a_user_without_rights_and_says_what_it_is(last_stage):
     assert [value for name, value in last_stage if name == "USER"] == ["1000:1000"]
     assert last_stage[-1] == ("CMD", '["python", "-m", "training.self_test"]')
+
+
+def test_codebuild_runs_the_self_test_before_it_pushes_and_stops_at_its_first_error():
+    script = image._BUILD
+    assert "set -euo pipefail" in script
+    assert script.index("docker build") < script.index("python -m training.self_test") < script.index("docker push")
