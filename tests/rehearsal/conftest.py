@@ -58,11 +58,9 @@ def aws(tmp_path_factory):
     port = free_port()
     log = tmp_path_factory.mktemp("moto") / "log"
     script = Path(__file__).parent / "moto_with_stand_ins.py"
-    # So that a role with a policy that AWS does not have is refused.
-    environment = os.environ | {"MOTO_IAM_LOAD_MANAGED_POLICIES": "true"}
     with log.open("w") as output:
         command = [sys.executable, str(script), str(port)]
-        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, env=environment)
+        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
     try:
         address = f"http://localhost:{port}"
         wait_for(address, server, log)

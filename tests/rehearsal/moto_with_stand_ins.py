@@ -13,6 +13,9 @@ from moto.cloudformation.models import CloudFormationBackend, Stack
 from moto.cloudformation.responses import CloudFormationResponse
 from moto.core.responses import ActionResult
 from moto.ec2.models import ec2_backends
+from moto.ec2.models.nat_gateways import NatGateway
+from moto.ec2.models.route_tables import Route, RouteTable
+from moto.ec2.models.vpcs import VPCEndPoint
 from moto.server import main
 
 # Types that moto's CloudFormation does not know and that other resources refer to. Their stand-ins keep nothing and
@@ -54,8 +57,7 @@ class StandIn:
     def update_from_cloudformation_json(cls, original_resource: "StandIn", **_: Any) -> "StandIn":
         return original_resource
 
-    @classmethod
-    def delete_from_cloudformation_json(cls, *_: Any, **__: Any) -> None:
+    def delete(self, *_: Any) -> None:
         pass
 
     def is_created(self) -> bool:
@@ -110,6 +112,8 @@ def _refuse_protected(delete_stack):
                     message=f"Stack [{stack.name}] cannot be deleted while TerminationProtection is enabled"
                 )
         delete_stack(backend, name_or_stack_id)
+        for stack in backend.deleted_stacks.values():
+            stack.output_map._output_json_map = {}  # moto would make resources again to describe what refers to them
 
     return checked
 
@@ -134,6 +138,17 @@ def _as_moto_reads_it(parse):
     return parsed
 
 
+def _keep_what_cannot_be_updated(update):
+    """Updates of resources; those that moto can't update, or loses, stay as they are (keys, buckets, roles)."""
+
+    def updated(logical_id: str, resource_json: dict, resources_map: Any, **where: str) -> Any:
+        if resource_json["Type"] == "AWS::S3::Bucket":  # moto's update wants a name that the template gives
+            return resources_map[logical_id]
+        return update(logical_id, resource_json, resources_map, **where) or resources_map[logical_id]
+
+    return updated
+
+
 def _lower_case_repositories(generate):
     """Generated names of ECR repositories in lower case, as CloudFormation makes them and as ECR demands."""
 
@@ -142,6 +157,18 @@ def _lower_case_repositories(generate):
         return name.lower() if resource_type == "AWS::ECR::Repository" else name
 
     return named
+
+
+def _delete_with_their_stack() -> None:
+    """Route tables, NAT gateways and endpoints go with their stack; moto leaves them, and then keeps the VPC."""
+
+    def through(delete):
+        return lambda resource, account, region: delete(ec2_backends[account][region], resource.id)
+
+    Route.delete = lambda *_: None  # a route goes with its table
+    RouteTable.delete = through(lambda backend, id_: backend.delete_route_table(id_))
+    NatGateway.delete = through(lambda backend, id_: backend.delete_nat_gateway(id_))
+    VPCEndPoint.delete = through(lambda backend, id_: backend.delete_vpc_endpoints([id_]))
 
 
 def extend_moto() -> None:
@@ -153,8 +180,10 @@ def extend_moto() -> None:
     # Custom resources run a Lambda function in Docker, which is not there, and would reach for a real cluster.
     parsing.CustomModel = StandIn
     parsing.parse_resource = _as_moto_reads_it(parsing.parse_resource)
+    parsing.parse_and_update_resource = _keep_what_cannot_be_updated(parsing.parse_and_update_resource)
     parsing.generate_resource_name = _lower_case_repositories(parsing.generate_resource_name)
     CloudFormationResponse.update_termination_protection = _protect
+    _delete_with_their_stack()
     CloudFormationBackend._resolve_update_parameters = _keep_defaults(CloudFormationBackend._resolve_update_parameters)
     CloudFormationBackend.delete_stack = _refuse_protected(CloudFormationBackend.delete_stack)
 
