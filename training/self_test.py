@@ -140,10 +140,11 @@ def _cuda() -> str:
 
 def _nccl() -> str:
     import torch
+    from torch.cuda import nccl
 
     if not torch.distributed.is_nccl_available():
         raise RuntimeError("torch is a build without NCCL; install the one for CUDA")
-    return ".".join(str(number) for number in torch.cuda.nccl.version())
+    return ".".join(str(number) for number in nccl.version())
 
 
 def _libfabric() -> str:

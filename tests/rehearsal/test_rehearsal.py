@@ -33,6 +33,9 @@ from app import build
 from config.deployment import DeploymentConfig
 from config.instances import INSTANCE_TYPES
 
+# A test's first fixture runs for a minute where nothing else does, and for several on a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
 ROOT = Path(__file__).parents[2]
 
 STACKS = [f"p5-2node-{name}" for name in ("network", "storage", "image", "cluster", "observability")]
