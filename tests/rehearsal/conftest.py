@@ -58,9 +58,11 @@ def aws(tmp_path_factory):
     port = free_port()
     log = tmp_path_factory.mktemp("moto") / "log"
     script = Path(__file__).parent / "moto_with_stand_ins.py"
+    # moto deletes a stack's resources in the order of a set: the same one every time.
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
     with log.open("w") as output:
         command = [sys.executable, str(script), str(port)]
-        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
+        server = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, env=environment)
     try:
         address = f"http://localhost:{port}"
         wait_for(address, server, log)

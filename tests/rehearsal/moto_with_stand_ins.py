@@ -168,7 +168,8 @@ def _delete_with_their_stack() -> None:
     Route.delete = lambda *_: None  # a route goes with its table
     RouteTable.delete = through(lambda backend, id_: backend.delete_route_table(id_))
     NatGateway.delete = through(lambda backend, id_: backend.delete_nat_gateway(id_))
-    VPCEndPoint.delete = through(lambda backend, id_: backend.delete_vpc_endpoints([id_]))
+    # Not through delete_vpc_endpoints, which looks for routes in tables that may be gone already.
+    VPCEndPoint.delete = through(lambda backend, id_: backend.vpc_end_points.pop(id_))
 
 
 def extend_moto() -> None:
