@@ -139,10 +139,11 @@ def _as_moto_reads_it(parse):
 
 
 def _keep_what_cannot_be_updated(update):
-    """Updates of resources; those that moto can't update, or loses, stay as they are (keys, buckets, roles)."""
+    """Updates of resources; those that moto can't update, or loses, stay as they are (keys, buckets, functions)."""
 
     def updated(logical_id: str, resource_json: dict, resources_map: Any, **where: str) -> Any:
-        if resource_json["Type"] == "AWS::S3::Bucket":  # moto's update wants a name that the template gives
+        # moto's update wants a name that the template gives, and layers that it still has.
+        if resource_json["Type"] in ("AWS::S3::Bucket", "AWS::Lambda::Function"):
             return resources_map[logical_id]
         return update(logical_id, resource_json, resources_map, **where) or resources_map[logical_id]
 

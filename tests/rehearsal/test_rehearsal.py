@@ -14,7 +14,7 @@ a Capacity Block -> destroy. The templates are those of app.py, unaltered. What 
   moto misreads (tags of keys and parameters, a repository's generated name, parameters of an update).
 - EC2's default egress rule, which CloudFormation removes from a group that has one of its own, stays here.
 - Managed policies of roles, bucket policies, public access blocks, scan on push, alarms, topic policies: skipped by
-  moto. Keys and buckets are not updated.
+  moto. Keys, buckets and functions are not updated.
 - IAM: nothing is refused. Quotas, capacity, and time: there is none.
 """
 
@@ -52,7 +52,6 @@ def synthesize(output: Path, **cluster: dict) -> None:
     for section, values in cluster.items():
         document["cluster"][section] = values if "kind" in values else document["cluster"][section] | values
     context = json.loads((ROOT / "cdk.json").read_text())["context"] | {
-        "aws:cdk:disable-asset-staging": True,  # 60 MB of Lambda code are read where they are
         # As app.py and the command line have it: else every resource would differ in its metadata.
         "aws:cdk:disable-creation-stack-traces": True,
         "aws:cdk:enable-path-metadata": True,
