@@ -76,6 +76,7 @@ def build(app: cdk.App, deployment: DeploymentConfig) -> Stacks:
         file_system=storage.file_system,
         cluster=cluster.cluster,
         gpu_nodegroup=cluster.gpu_nodegroup,
+        subnets=network.private_subnets,
         env=env,
         stack_name=f"{deployment.name}-observability",
     )

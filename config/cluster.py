@@ -218,8 +218,10 @@ class AddonsConfig(Config):
 class ObservabilityConfig(Config):
     """Metrics, alarms and what the account may cost."""
 
-    metrics: Literal["cloudwatch", "none"] = Field(
-        default="cloudwatch", description="cloudwatch: Container Insights with GPU metrics, and the alarms on them"
+    metrics: Literal["cloudwatch", "prometheus", "none"] = Field(
+        default="cloudwatch",
+        description="cloudwatch: Container Insights with GPU metrics; prometheus: Amazon Managed Prometheus with its "
+        "own scraper; each with the alarms on them",
     )
     alarm_email: str | None = Field(default=None, description="who is told; AWS asks this address to confirm first")
     monthly_budget_usd: PositiveInt | None = Field(
@@ -314,6 +316,10 @@ class ClusterConfig(Config):
             raise ValueError(
                 f"network.mirror_registry {mirror} is in another region, which no endpoint of {self.region} reaches; "
                 "copy charts and images into this one"
+            )
+        if self.observability.metrics == "prometheus" and not self.addons.dcgm_exporter:
+            raise ValueError(
+                "observability.metrics prometheus reads the GPUs from dcgm-exporter; set addons.dcgm_exporter to true"
             )
         release = self.ami_release_version
         if release is not None and not re.fullmatch(re.escape(self.kubernetes_version) + r"\.\d+-\d{8}", release):
