@@ -30,6 +30,7 @@ from training.lifetime import die_with_parent
 
 OpenFile = Callable[[str, str], BinaryIO]
 _POLL_SECONDS = 0.01
+_KILL_SECONDS = 5.0
 
 
 def open_binary(path: str, mode: str) -> BinaryIO:
@@ -148,14 +149,14 @@ class BackgroundWriter:
         """End the worker at once; a write in another thread then ends with an error."""
         if self._queue is None:
             return
-        queue_, self._queue = self._queue, None
-        process: Any = queue_._get_async_caller().process
+        calls, self._queue = self._queue, None
+        caller: Any = calls._get_async_caller()
         # SIGKILL, not NVRx's SIGTERM with 30 s of patience: a worker that hangs in a dead mount takes no signal
         # politely, and shared memory on the host has no handles to give back.
-        process.kill()
-        process.join(timeout=5)
-        queue_.async_calls.clear()
-        queue_.persistent_caller = None  # pyright: ignore[reportAttributeAccessIssue]  as NVRx's own close() does
+        caller.process.kill()
+        caller.process.join(timeout=_KILL_SECONDS)
+        caller.process = None  # else NVRx's __del__ would wait for ever until the dead worker takes its farewell
+        calls.async_calls.clear()
 
 
 @dataclass(frozen=True)
