@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from training.checkpoint import durable
 from training.checkpoint.layout import tensor_layout
@@ -242,7 +243,7 @@ class Checkpointer:
         failure = None
         try:
             dcp.load(state, checkpoint_id=str(path))
-        except Exception as error:  # of many kinds, raised on every rank; what is wrong is said by file below
+        except CheckpointException as error:  # raised on every rank; what is wrong is said by file below
             failure = f"{path} cannot be loaded ({' '.join(str(error).split())[:200]})"
         found: list[list[str]] = [[] for _ in range(self._world_size)]
         dist.all_gather_object(found, wait_for(verified, self._ping))
@@ -445,8 +446,12 @@ class Checkpointer:
         reasons: list[Any] = [None] * self._world_size
         dist.all_gather_object(reasons, str(error) if error is not None else reason)
         text = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
-        self._release(save)
-        self._saver.abandon()
+        assert save.written is not None
+        if save.written.done():  # the worker has said so itself, or is replaced at the next save
+            self._release(save)
+        else:
+            self._saver.abandon()
+            self._release(save)
         self._saver.failed_saves += 1
         self.outcome.failed.append({"step": save.step, "reason": text})
         if self._saver.failed_saves >= self._config.max_failed_saves:
