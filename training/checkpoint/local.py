@@ -109,10 +109,11 @@ class LocalTier:
                 before it stays. Or a peer did not answer.
         """
         with self._peers(f"saving step {step} locally"):
-            header, problem = self._describe(step, tensors, layouts, manifest)
-            save_id = self._agree(step, problem)
             if not self._pruned:  # what earlier attempts did not complete would pile up over a series of crashes
                 self._prune()
+            header, problem = self._describe(step, tensors, layouts, manifest)
+            # Also the barrier between removing and writing: ranks clear the whole node, a quick neighbour's files too.
+            save_id = self._agree(step, problem)
             header = Header(**{**vars(header), "save_id": save_id})
             return self._manager.save_state(ShardState(header, [as_bytes(tensors[name]) for name in header.layouts]))
 
