@@ -8,6 +8,7 @@ weights_only=False and has no checksum.) Checksums are XXH3-128, which runs at t
 
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import xxhash
 from training.checkpoint.layout import TensorLayout
 
 DIRTY = ".dirty"  # NVRx's word for a file that is still being written
+_NAME = re.compile(r"step-(\d{8,})\.([0-9a-z]+)\.rank-(\d+)")
 _MAGIC = b"LOCALCK1"
 _PREFIX = struct.Struct("<8sQ16s")
 _DIGEST_BYTES = 16
@@ -58,6 +60,20 @@ class Header:
         value = json.loads(data)
         layouts = {name: TensorLayout.from_json(layout) for name, layout in value.pop("layouts").items()}
         return cls(**value, layouts=layouts)
+
+
+def file_name(step: int, save_id: str, rank: int) -> str:
+    """The name of a rank's file of one save.
+
+    NVRx's name has no room for ten million steps, and a step that is saved again would overwrite the one before.
+    """
+    return f"step-{step:08d}.{save_id}.rank-{rank}"
+
+
+def parse_name(name: str) -> tuple[int, str, int] | None:
+    """Step, save and rank of a file with such a name; None for another name."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), match[2], int(match[3])) if match else None
 
 
 def payload_order(layouts: dict[str, TensorLayout]) -> dict[str, TensorLayout]:
@@ -98,18 +114,18 @@ def write(path: Path, header: Header, pieces: Sequence[torch.Tensor]) -> tuple[i
     head = header.encode()
     digest = xxhash.xxh3_128()
     dirty = path.with_name(path.name + DIRTY)
-    try:
-        with dirty.open("xb", buffering=0) as file:
+    with dirty.open("xb", buffering=0) as file:
+        try:
             _write_all(file, memoryview(_PREFIX.pack(_MAGIC, len(head), xxhash.xxh3_128_digest(head)) + head))
             for chunk in _chunks(pieces):
                 digest.update(chunk)
                 _write_all(file, chunk)
             _write_all(file, memoryview(digest.digest()))
             size = file.tell()
-        dirty.rename(path)
-    except OSError:
-        dirty.unlink(missing_ok=True)
-        raise
+            dirty.rename(path)
+        except OSError:
+            dirty.unlink(missing_ok=True)
+            raise
     return size, digest.hexdigest()
 
 
@@ -161,7 +177,7 @@ def _reasons(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LocalCheckpointError(f"{path} can't be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LocalCheckpointError(f"{path} is damaged: {error}") from error
 
 

@@ -200,11 +200,11 @@ class LocalManager(LocalCheckpointManager):
                 path.unlink(missing_ok=True)
 
     def _local_ckpt_path_from_id(self, ckpt_id: ShardId, is_dirty: bool = False) -> Path:  # noqa: ARG002
-        """NVRx's name fails from step 10,000,000 on (an assert), and a step saved again overwrites the one before."""
-        return self.local_ckpt_dir / f"step-{ckpt_id.step:08d}.{ckpt_id.save_id}.rank-{ckpt_id.rank}"
+        return self.local_ckpt_dir / local_file.file_name(ckpt_id.step, ckpt_id.save_id, ckpt_id.rank)
 
     def _is_of(self, path: Path, shard_id: ShardId) -> bool:
-        return path.name.startswith(f"step-{shard_id.step:08d}.{shard_id.save_id}.")
+        named = local_file.parse_name(path.name)
+        return named is not None and named[:2] == (shard_id.step, shard_id.save_id)
 
     def _node_files(self) -> list[Path]:
         """Every rank's files of this session on this node, this rank's own first."""

@@ -317,7 +317,8 @@ def test_arguments_that_do_not_fit_are_refused_by_every_rank_alike(run_ranks, tm
     assert [text.replace("step 10", "") for text in first[1:]] == [text.replace("step 10", "") for text in second[1:]]
     assert "different steps: [10, 11]" in first[0]
     for message, part in zip(
-        first[1:], ["rank 1: the manifest can't", "rank 1: empty is", "rank 1: tensors and layouts", "not plain CPU"],
+        first[1:],
+        ["rank 1: the manifest can't", "rank 1: empty is", "rank 1: tensors and layouts", "not plain CPU"],
         strict=True,
     ):
         assert part in message
