@@ -87,7 +87,7 @@ def _entry(path: Path, *, verify: bool, now: float) -> LocalEntry | None:
     step, save_id, rank = named
     session, problem, world_size = path.parent.parent.name, None, None
     try:
-        header = local_file.read(path)[0] if verify else local_file.read_header(path)
+        header = local_file.verify(path) if verify else local_file.read_header(path)
         world_size = header.world_size
         if (header.session, header.step, header.save_id, header.rank) != (session, step, save_id, rank):
             problem = (

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
     CliqueReplicationStrategy,
@@ -17,7 +18,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
 
 from training.checkpoint import local_file
 from training.checkpoint.local_exchange import CpuGroup, ShardId, ShardState
-from training.checkpoint.local_file import DIRTY, Header, LocalCheckpointError
+from training.checkpoint.local_file import DIRTY, Header, LocalCheckpointError, new_room
 
 
 class LocalManager(LocalCheckpointManager):
@@ -87,8 +88,7 @@ class LocalManager(LocalCheckpointManager):
 
     def _save(self, state_dict: ShardState, ckpt_id: ShardId) -> tuple[int, str]:  # pyright: ignore
         """Write one file. NVRx's has no checksum, and torch.save would write the whole storage behind a view."""
-        pieces = list(state_dict.tensors)
-        return local_file.write(self._local_ckpt_path_from_id(ckpt_id), state_dict.header, pieces)
+        return local_file.write(self._local_ckpt_path_from_id(ckpt_id), state_dict.header, state_dict.tensors)
 
     def find_steps(self, *, world_size: int) -> dict[int, str]:
         """The steps that every rank can get, each with the id of its save; the same answer on every rank."""
@@ -126,17 +126,29 @@ class LocalManager(LocalCheckpointManager):
             found.setdefault(ShardId(header.step, header.rank, header.save_id), []).append(path)
         return found, problems
 
-    def load_state(self, step: int, save_id: str, *, check: Callable[[Header], str | None]) -> ShardState:
+    def load_state(
+        self,
+        step: int,
+        save_id: str,
+        *,
+        room: Callable[[Header], list[torch.Tensor]],
+        check: Callable[[Header], str | None],
+    ) -> ShardState:
         """This rank's shards of a save that `find_steps` named, from the first place where they are intact.
 
-        `check` says what is wrong with a header, if anything. LocalCheckpointError on every rank if any goes without.
+        `room` gives the memory for them; `check` says what is wrong with a header, if anything. LocalCheckpointError
+        on every rank if any goes without.
         """
         wanted = ShardId(step, self.rank, save_id)
         verified: dict[ShardId, ShardState] = {}
-        plan = self._plan(wanted)
-        while not self._all_verified(plan, verified):
+        self.world.room = room
+        try:
             plan = self._plan(wanted)
-        state = self._retrieval.retrieve_execute(plan, verified)[wanted]
+            while not self._all_verified(plan, verified):
+                plan = self._plan(wanted)
+            state = self._retrieval.retrieve_execute(plan, verified)[wanted]
+        finally:
+            self.world.room = new_room  # the caller's memory, perhaps a whole model, must not be held here
         problem = check(state.header)
         # Over the network too: what arrived is held against the checksum of what was read.
         if problem is None and wanted not in verified and local_file.payload_digest(state.tensors) != state.digest:
@@ -176,11 +188,12 @@ class LocalManager(LocalCheckpointManager):
         """The first intact file with this id, None if there is none. NVRx unpickles whatever is there."""
         for path in self._paths[ckpt_id]:
             try:
-                header, payload, digest = local_file.read(path)
+                # Only this rank's own shards go where its caller wants them; what it reads for others does not.
+                header, rows, digest = local_file.read(path, self.world.room if ckpt_id.rank == self.rank else new_room)
             except LocalCheckpointError as error:
                 problems.append(str(error))
             else:
-                return ShardState(header, [payload], digest)
+                return ShardState(header, rows, digest)
         return None
 
     def keep_only(self, shard_id: ShardId | None) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from training.checkpoint import local_exchange, local_file
 from training.checkpoint.layout import tensor_layout
 from training.checkpoint.local import LocalCheckpointError, LocalTier
 
@@ -290,6 +291,54 @@ def test_another_layout_is_refused_by_every_rank(run_ranks, tmp_path):
     messages = run_ranks(load_with_another_layout, tmp_path)
     assert messages[0] == messages[1]
     assert "rank 1: model.weight was saved as" in messages[0]
+
+
+def load_into(rank: int, root: Path, nodes: list[int]) -> list:
+    one = Rank(rank, root, nodes)
+    room = {name: torch.zeros_like(tensor) for name, tensor in shards_of(rank, 10).items()}
+    before = {name: tensor.data_ptr() for name, tensor in room.items()}
+    tensors, layouts, _ = one.tier.load(10, into=room)
+    assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == before
+    assert layouts == {name: tensor_layout(tensor) for name, tensor in room.items()}
+    assert all(torch.equal(room[name], wanted) for name, wanted in shards_of(rank, 10).items())
+    messages = []
+    weight = room["model.weight"]
+    for wrong in (
+        {**room, "model.weight": weight.double()},
+        {**room, "model.weight": torch.empty(weight.shape[::-1]).T},
+        {name: tensor for name, tensor in room.items() if name != "empty"},
+    ):
+        with pytest.raises(LocalCheckpointError) as error:
+            one.tier.load(10, into=wrong if rank == 1 else room)
+        messages.append(str(error.value))
+    assert one.load(10)
+    return messages
+
+
+def nothing(root: Path) -> None:
+    pass
+
+
+def lose_node_1(root: Path) -> None:
+    shutil.rmtree(node_of(root, 1))
+
+
+def damage_own_of_rank_1(root: Path) -> None:
+    flip_bit(next(node_of(root, 1).glob("run/1/*.rank-1")))
+
+
+@pytest.mark.parametrize("mishap", [nothing, lose_node_1, damage_own_of_rank_1])
+def test_shards_are_read_into_given_memory_from_file_or_peer(run_ranks, tmp_path, mishap, monkeypatch):
+    # Many chunks and messages, as with shards of many GB.
+    monkeypatch.setattr(local_file, "_READ_CHUNK", 64)
+    monkeypatch.setattr(local_file, "_WRITE_CHUNK", 100)
+    monkeypatch.setattr(local_exchange, "_MESSAGE_BYTES", 90)
+    run_ranks(saved, tmp_path, [0, 1], [10], {})
+    mishap(tmp_path)
+    first, second = run_ranks(load_into, tmp_path, [0, 1])
+    assert first == second
+    for message, part in zip(first, ["torch.float64", "not contiguous", "given alone: empty"], strict=True):
+        assert part in message
 
 
 def refuse_arguments(rank: int, root: Path) -> list[str]:

@@ -10,7 +10,7 @@ import xxhash
 
 from training.checkpoint import local_file
 from training.checkpoint.layout import tensor_layout
-from training.checkpoint.local_file import Header, LocalCheckpointError, as_bytes, payload_order, split_payload
+from training.checkpoint.local_file import Header, LocalCheckpointError, as_bytes, payload_order, shards_from
 
 TENSORS = {
     "bytes": torch.arange(7, dtype=torch.uint8),
@@ -33,11 +33,11 @@ def write_one(path):
 def test_every_dtype_comes_back_to_the_bit_with_its_layout_and_manifest(tmp_path):
     header, size, digest = write_one(tmp_path / "file")
     assert size == (tmp_path / "file").stat().st_size
-    read, payload, read_digest = local_file.read(tmp_path / "file")
+    read, rows, read_digest = local_file.read(tmp_path / "file")
     assert read == header
     assert list(read.layouts) == list(header.layouts)
-    assert read_digest == digest == local_file.payload_digest([payload])
-    shards = split_payload(read, payload)
+    assert read_digest == digest == local_file.payload_digest(rows)
+    shards = shards_from(read, rows)
     for name, tensor in TENSORS.items():
         assert shards[name].dtype == tensor.dtype
         assert shards[name].shape == tensor.shape
@@ -61,8 +61,11 @@ def test_any_one_flipped_bit_anywhere_is_noticed(tmp_path):
         damaged = bytearray(good)
         damaged[offset] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
-        with pytest.raises(LocalCheckpointError, match=str(path)):
-            local_file.read(path)
+        for check in (local_file.read, local_file.verify):
+            with pytest.raises(LocalCheckpointError, match=str(path)):
+                check(path)
+    path.write_bytes(good)
+    assert local_file.verify(path) == local_file.read(path)[0]
 
 
 def test_any_other_length_is_noticed_by_the_header_alone(tmp_path):

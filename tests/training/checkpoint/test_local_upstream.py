@@ -69,12 +69,12 @@ def test_upstream_sends_a_copy_back_only_between_gpus_ours_on_cpu(run_ranks):
 def replicate_sharded(rank: int) -> list:
     mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
-    strategy = CliqueReplicationStrategy(CpuGroup(dist.new_group()))
+    group = dist.new_group()
     state = state_of(rank)
     state.insert_tensors([sharded])
     with pytest.raises(NotImplementedError, match="does not have a sharding strategy"):
-        strategy.replicate(state, "id")
-    states, _ = strategy.replicate(state_of(rank, local_part(sharded)), "id")
+        CliqueReplicationStrategy(group).replicate(state, "id")
+    states, _ = CliqueReplicationStrategy(CpuGroup(group)).replicate(state_of(rank, local_part(sharded)), "id")
     return [next(iter(one.tensors)).view(torch.float32).tolist() for one in states]
 
 
