@@ -193,6 +193,9 @@ class LocalTier:
         """
         with self._peers(f"loading local step {step}"):
             complete = self._manager.find_steps(world_size=self._world_size)
+            steps = self._manager.world.all_gather_object(step)
+            if len(set(steps)) > 1:
+                raise LocalCheckpointError(f"the ranks would load different steps: {steps}")
             if step not in complete:  # the same on every rank
                 reasons = "".join(f"; {reason}" for reason in self.refused)
                 raise LocalCheckpointError(f"no complete local checkpoint of step {step}{reasons}")

@@ -1,7 +1,7 @@
 """What NVRx's replication sends between ranks: one rank's shards in plain CPU memory, over gloo."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -114,7 +114,8 @@ class CpuGroup(GroupWrapper):
         """Send the hollow part, then the rows."""
         assert isinstance(state_dict, ShardState)
         rows = state_dict.pop_tensors()
-        self.send_object(state_dict, dst)
+        # torch's own: NVRx's copy of it, for older versions, warns about the device with every object.
+        dist.send_object_list([state_dict], dst, group=self.group, device=torch.device("cpu"))
         state_dict.insert_tensors(rows)
         for message in _messages(rows):
             dist.send(message, dst, group=self.group)
@@ -122,7 +123,9 @@ class CpuGroup(GroupWrapper):
 
     def irecv_state_dict(self, src: int) -> tuple[TensorAwareStateDict, dict[str, int]]:
         """Receive what `isend_state_dict` sent, into `room`."""
-        state: object = self.recv_object(src)  # pyright: ignore[reportGeneralTypeIssues]
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src, group=self.group, device=torch.device("cpu"))
+        (state,) = received
         assert isinstance(state, ShardState)
         state.insert_tensors(self.room(state.header))
         for message in _messages(state.tensors):

@@ -5,6 +5,7 @@ a hollow part and tensors, the replication to a peer, the plan by which ranks ge
 Each replaced method says what is wrong with the original; `tests/training/checkpoint/test_local_upstream.py` shows it.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ class LocalManager(LocalCheckpointManager):
 
     def _save(self, state_dict: ShardState, ckpt_id: ShardId) -> tuple[int, str]:  # pyright: ignore
         """Write one file. NVRx's has no checksum, and torch.save would write the whole storage behind a view."""
+        self.local_ckpt_dir.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the disk
         return local_file.write(self._local_ckpt_path_from_id(ckpt_id), state_dict.header, state_dict.tensors)
 
     def find_steps(self, *, world_size: int) -> dict[int, str]:
@@ -109,9 +111,11 @@ class LocalManager(LocalCheckpointManager):
         """
         found: dict[ShardId, list[Path]] = {}
         problems = []
-        for path in self._node_files():
-            if path.name.endswith(DIRTY):
-                continue
+        try:
+            paths = [path for path in self._node_files() if not path.name.endswith(DIRTY)]
+        except OSError as error:
+            return {}, [f"{self.local_ckpt_dir.parent} can't be read: {error.strerror or error}"]
+        for path in paths:
             try:
                 header = local_file.read_header(path)
             except LocalCheckpointError as error:
@@ -197,20 +201,25 @@ class LocalManager(LocalCheckpointManager):
         return None
 
     def keep_only(self, shard_id: ShardId | None) -> None:
-        """Remove every save of this node but one, also of ranks that have moved away. Not collective."""
-        for path in self._node_files():
-            if shard_id is None or not self._is_of(path, shard_id):
-                path.unlink(missing_ok=True)
+        """Remove every save of this node but one, also of ranks that have moved away. Not collective.
+
+        A file that can't be removed is no failure: it is not in the way, until a full disk fails a save by name.
+        """
+        with contextlib.suppress(OSError):
+            for path in self._node_files():
+                if shard_id is None or not self._is_of(path, shard_id):
+                    path.unlink(missing_ok=True)
 
     def gather_problems(self, problem: str | None) -> list[str]:
         """Every rank's problem, each with its rank; the same list everywhere."""
         return [f"rank {rank}: {text}" for rank, text in enumerate(self.world.all_gather_object(problem)) if text]
 
     def _cleanup_failed_save(self, iteration: ShardId) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Remove what this rank wrote of a save that is not complete."""
-        for path in self.local_ckpt_dir.iterdir():
-            if self._is_of(path, iteration):
-                path.unlink(missing_ok=True)
+        """Remove what this rank wrote of a save that is not complete. Not collective."""
+        with contextlib.suppress(OSError):
+            for path in self.local_ckpt_dir.iterdir():
+                if self._is_of(path, iteration):
+                    path.unlink(missing_ok=True)
 
     def _local_ckpt_path_from_id(self, ckpt_id: ShardId, is_dirty: bool = False) -> Path:  # noqa: ARG002
         return self.local_ckpt_dir / local_file.file_name(ckpt_id.step, ckpt_id.save_id, ckpt_id.rank)

@@ -180,6 +180,19 @@ def test_a_step_that_only_some_ranks_have_is_not_on_offer(run_ranks, tmp_path):
     assert run_ranks(restored, root, [0, 1], {}) == [[[10], True, ()]] * 2
 
 
+def load_different_steps(rank: int, root: Path) -> str:
+    one = Rank(rank, root, [0, 1])
+    with pytest.raises(LocalCheckpointError) as error:
+        one.tier.load(20 if rank else 10)
+    return str(error.value)
+
+
+def test_ranks_that_would_load_different_steps_load_nothing(run_ranks, tmp_path):
+    root = tmp_path / "disks"
+    run_ranks(two_steps, root, [0, 1], tmp_path / "keep", {})
+    assert run_ranks(load_different_steps, root) == ["the ranks would load different steps: [10, 20]"] * 2
+
+
 def step_saved_twice(rank: int, root: Path, nodes: list[int], keep: Path) -> list:
     """Rank 0's files of the second save of step 20 and rank 1's of the first, as after a kill in between."""
     one = Rank(rank, root, nodes, replicas=0)
@@ -408,6 +421,21 @@ def test_a_directory_that_can_not_be_used_is_named_on_every_rank_at_the_start(ru
     assert messages[0] == messages[1]
     assert messages[0].startswith("rank 1: ")
     assert "node-1 can't be used for local checkpoints: Not a directory" in messages[0]
+
+
+def cleared_disk(rank: int, root: Path) -> bool:
+    one = Rank(rank, root, [0, 1])
+    one.save(10)
+    if rank == 1:
+        shutil.rmtree(node_of(root, 1))
+    dist.barrier()
+    assert one.load(10)
+    one.save(20)
+    return one.load(20) and len(files_in(node_of(root, 1))) == 2
+
+
+def test_a_disk_that_was_cleared_during_the_run_is_used_again(run_ranks, tmp_path):
+    assert run_ranks(cleared_disk, tmp_path) == [True, True]
 
 
 def in_background_while_training(rank: int, root: Path) -> bool:
