@@ -1,5 +1,6 @@
 """The local tier with real ranks over gloo and real files: what it gives back, and from where."""
 
+import resource
 import shutil
 import time
 from dataclasses import replace
@@ -211,12 +212,19 @@ def test_shards_of_two_saves_of_one_step_are_never_mixed(run_ranks, tmp_path):
     assert run_ranks(step_saved_twice, tmp_path / "disks", [0, 1], tmp_path / "keep") == [[], []]
 
 
-def test_what_earlier_attempts_did_not_complete_is_removed_by_the_next_save_that_begins(run_ranks, tmp_path):
-    for step in (20, 30, 40):
-        run_ranks(saved, tmp_path, [0, 1], [step], {})
-        remove_files_of(tmp_path, step, 0)
-    run_ranks(saved, tmp_path, [0, 1], [50], {})
-    assert {path.name[:13] for path in files_in(tmp_path)} == {"step-00000050"}
+def begin_a_save(rank: int, root: Path) -> None:
+    one = Rank(rank, root, [0, 1])
+    with pytest.raises(LocalCheckpointError, match="different steps"):
+        one.save(30 + rank)
+
+
+def test_what_earlier_attempts_did_not_complete_is_removed_when_the_next_save_begins(run_ranks, tmp_path):
+    root = tmp_path / "disks"
+    run_ranks(two_steps, root, [0, 1], tmp_path / "keep", {})
+    remove_files_of(root, 20, 1)
+    run_ranks(begin_a_save, root)  # and comes to nothing: the newest complete step is still there, and only that
+    assert {path.name[:13] for path in files_in(root)} == {"step-00000010"}
+    assert run_ranks(restored, root, [0, 1], {}) == [[[10], True, ()]] * 2
 
 
 def truncate(path: Path) -> None:
@@ -509,6 +517,62 @@ def test_memory_descriptors_and_files_stay_flat_over_100_saves(run_ranks, tmp_pa
         assert late_fds <= early_fds + 2  # two may be open at the instant of a look
         assert late_threads <= early_threads
     assert len(files_in(tmp_path)) == 4
+
+
+def load_equal_shapes(rank: int, root: Path) -> list[float]:
+    one = Rank(rank, root, [0, 1])
+    tensor = torch.full((1000,), float(rank))
+    one.save(10, tensors={"w": tensor}, layouts={"w": tensor_layout(tensor)})
+    if rank == 1:
+        shutil.rmtree(node_of(root, 1))
+    dist.barrier()
+    tensors, _, _ = one.tier.load(10, into={"w": torch.full((1000,), -1.0)})
+    return tensors["w"].unique().tolist()
+
+
+def test_what_a_rank_reads_for_another_does_not_end_up_in_its_own_memory(run_ranks, tmp_path):
+    assert run_ranks(load_equal_shapes, tmp_path) == [[0.0], [1.0]]
+
+
+def receive_damaged(rank: int, root: Path) -> str:
+    one = Rank(rank, root, [0, 1])
+    receive = dist.recv
+
+    def flipped(message: torch.Tensor, *arguments, **keywords) -> int:
+        sender = receive(message, *arguments, **keywords)
+        message[0] ^= 1
+        return sender
+
+    dist.recv = flipped
+    try:
+        with pytest.raises(LocalCheckpointError) as error:
+            one.tier.load(10)
+    finally:
+        dist.recv = receive
+    return str(error.value)
+
+
+def test_shards_that_change_on_the_way_from_a_peer_are_refused_by_every_rank(run_ranks, tmp_path):
+    run_ranks(saved, tmp_path, [0, 1], [10], {})
+    lose_node_1(tmp_path)
+    messages = run_ranks(receive_damaged, tmp_path)
+    assert messages[0] == messages[1]
+    assert "rank 1: what another rank sent did not arrive" in messages[0]
+
+
+def page_faults(rank: int, root: Path) -> int:
+    one = Rank(rank, root, [0, 1])
+    tensor = torch.ones(16_000_000)  # 64 MB: malloc gives such memory back at once, and gets it anew
+    for step in range(1, 6):
+        one.save(step, tensors={"w": tensor}, layouts={"w": tensor_layout(tensor)})
+        if step == 2:
+            warm = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - warm
+
+
+def test_a_peers_copy_is_received_into_memory_that_is_used_again(run_ranks, tmp_path):
+    pages = 64_000_000 // resource.getpagesize()
+    assert all(faults < pages for faults in run_ranks(page_faults, tmp_path))  # of three saves
 
 
 def many_attempts(rank: int, root: Path) -> list[int]:

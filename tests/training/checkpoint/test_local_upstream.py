@@ -98,8 +98,10 @@ def save_again_after_a_kill(rank: int, directory: Path) -> bool:
     (file,) = (directory / "ours" / "run" / str(rank)).iterdir()
     file.rename(file.with_name(file.name + ".dirty"))
     dist.barrier()
-    save(tier_of(rank, directory / "ours"), torch.ones(1000))
-    return len(list((directory / "ours" / "run" / str(rank)).iterdir())) == 1
+    tier = tier_of(rank, directory / "ours")
+    removed = list((directory / "ours" / "run" / str(rank)).iterdir()) == []
+    save(tier, torch.ones(1000))
+    return removed and len(list((directory / "ours" / "run" / str(rank)).iterdir())) == 1
 
 
 def test_upstream_can_not_save_a_step_again_whose_half_file_is_there_ours_removes_it(run_ranks, tmp_path):
