@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class LocalTier:
 
     `replicas`: 0 keeps shards on the own node only, 1 also on a peer node. `directory` is this node's; ranks of one
     node, or all ranks, may share it. All traffic is on gloo groups of the tier's own, so a background thread may save
-    while training goes on. A peer that does not answer within `timeout` ends the call with LocalCheckpointError, and
+    while training goes on. A peer that dies or does not answer within `timeout` ends the call with LocalCheckpointError, and
     with it the tier: the ranks are no longer at the same place. The next attempt builds a new one.
 
     Raises:
@@ -121,7 +122,7 @@ class LocalTier:
             header, problem = self._describe(step, tensors, layouts, manifest)
             # Also the barrier between removing and writing: ranks clear the whole node, a quick neighbour's files too.
             save_id = self._agree(step, problem)
-            header = Header(**{**vars(header), "save_id": save_id})
+            header = replace(header, save_id=save_id)
             return self._manager.save_state(ShardState(header, _rows(header, tensors)))
 
     def _describe(
@@ -226,7 +227,7 @@ class LocalTier:
             raise
         except RuntimeError as error:  # torch's errors of process groups are RuntimeErrors
             reason = str(error).strip().splitlines()[0]
-            self._broken = f"a peer did not answer within {self._timeout.total_seconds():g} s ({reason})"
+            self._broken = f"a peer is gone or did not answer within {self._timeout.total_seconds():g} s ({reason})"
             raise LocalCheckpointError(f"{doing} failed: {self._broken}") from error
 
 

@@ -575,6 +575,24 @@ def test_a_peers_copy_is_received_into_memory_that_is_used_again(run_ranks, tmp_
     assert all(faults < pages for faults in run_ranks(page_faults, tmp_path))  # of three saves
 
 
+def next_attempt(rank: int, root: Path) -> bool:
+    """As an in-process restart does it: the default group goes, and all others with it, then comes anew."""
+    for attempt in range(1, 4):
+        one = Rank(rank, root, [0, 1])
+        one.save(attempt)
+        dist.destroy_process_group()
+        one.tier.close()
+        one.tier.close()
+        store = dist.FileStore(str(root / f"store-{attempt}"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        assert Rank(rank, root, [0, 1]).load(attempt)
+    return True
+
+
+def test_a_tier_is_built_anew_after_its_groups_were_destroyed(run_ranks, tmp_path):
+    assert run_ranks(next_attempt, tmp_path) == [True, True]
+
+
 def many_attempts(rank: int, root: Path) -> list[int]:
     process = psutil.Process()
     seen = []

@@ -226,3 +226,30 @@ def test_shards_that_change_while_they_are_saved_fail_the_save(run_ranks, tmp_pa
     messages = run_ranks(change_while_saving, tmp_path)
     assert messages[0] == messages[1]
     assert "rank 1's copy of rank 0's shards differs from what rank 0 wrote" in messages[0]
+
+
+def peer_dies(rank: int, root: Path, store: Path, news) -> None:
+    connect(rank, store)
+    tier = tier_of(rank, root, 1)
+    save(tier, rank, 10)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        save(tier, rank, 20)
+    except LocalCheckpointError as error:
+        news.send(str(error))
+
+
+def test_a_peer_that_is_killed_fails_the_save_of_the_others_and_the_step_before_stays(run_ranks, tmp_path):
+    ours, theirs = CONTEXT.Pipe(duplex=False)
+    processes = [
+        CONTEXT.Process(target=peer_dies, args=(rank, tmp_path / "disks", tmp_path / "meet", theirs))
+        for rank in range(WORLD_SIZE)
+    ]
+    for process in processes:
+        process.start()
+    assert ours.poll(60)
+    assert ours.recv().startswith("saving step 20 locally failed: a peer is gone")
+    for process in processes:
+        process.join(timeout=30)
+    assert run_ranks(restored, tmp_path / "disks", 1) == [10, 10]
