@@ -41,8 +41,8 @@ class LocalTier:
 
     `replicas`: 0 keeps shards on the own node only, 1 also on a peer node. `directory` is this node's; ranks of one
     node, or all ranks, may share it. All traffic is on gloo groups of the tier's own, so a background thread may save
-    while training goes on. A peer that dies or does not answer within `timeout` ends the call with LocalCheckpointError, and
-    with it the tier: the ranks are no longer at the same place. The next attempt builds a new one.
+    while training goes on. A peer that dies or does not answer within `timeout` ends the call with LocalCheckpointError
+    and the tier, for the ranks are no longer at the same place. The next attempt builds a new one.
 
     Raises:
         ValueError: replication does not fit the ranks, or the session is no plain name; before anything is touched.
