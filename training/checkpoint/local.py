@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,14 @@ from nvidia_resiliency_ext.checkpointing.local.replication.group_utils import pa
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import CliqueReplicationStrategy
 
 from training.checkpoint.layout import TensorLayout, tensor_layout
-from training.checkpoint.local_file import Header, LocalCheckpointError, as_bytes, payload_order, split_payload
+from training.checkpoint.local_file import (
+    Header,
+    LocalCheckpointError,
+    as_bytes,
+    new_room,
+    payload_order,
+    shards_from,
+)
 from training.checkpoint.local_manager import CpuGroup, LocalManager, ShardId, ShardState
 
 __all__ = ["LocalCheckpointError", "LocalTier"]
@@ -33,8 +41,8 @@ class LocalTier:
 
     `replicas`: 0 keeps shards on the own node only, 1 also on a peer node. `directory` is this node's; ranks of one
     node, or all ranks, may share it. All traffic is on gloo groups of the tier's own, so a background thread may save
-    while training goes on. A peer that does not answer within `timeout` ends the call with LocalCheckpointError, and
-    with it the tier: the ranks are no longer at the same place. The next attempt builds a new one.
+    while training goes on. A peer that dies or does not answer within `timeout` ends the call with LocalCheckpointError
+    and the tier, for the ranks are no longer at the same place. The next attempt builds a new one.
 
     Raises:
         ValueError: replication does not fit the ranks, or the session is no plain name; before anything is touched.
@@ -114,8 +122,8 @@ class LocalTier:
             header, problem = self._describe(step, tensors, layouts, manifest)
             # Also the barrier between removing and writing: ranks clear the whole node, a quick neighbour's files too.
             save_id = self._agree(step, problem)
-            header = Header(**{**vars(header), "save_id": save_id})
-            return self._manager.save_state(ShardState(header, [as_bytes(tensors[name]) for name in header.layouts]))
+            header = replace(header, save_id=save_id)
+            return self._manager.save_state(ShardState(header, _rows(header, tensors)))
 
     def _describe(
         self, step: int, tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, TensorLayout], manifest: Any
@@ -167,26 +175,39 @@ class LocalTier:
             return frozenset(self._manager.find_steps(world_size=self._world_size))
 
     def load(
-        self, step: int, *, expected: Mapping[str, TensorLayout] | None = None
+        self,
+        step: int,
+        *,
+        into: Mapping[str, torch.Tensor] | None = None,
+        expected: Mapping[str, TensorLayout] | None = None,
     ) -> tuple[dict[str, torch.Tensor], dict[str, TensorLayout], dict[str, Any]]:
         """This rank's shards, their layouts and the manifest of a restorable step, with every byte verified.
 
-        A damaged file is replaced by the copy; `refused` then names it. The tensors are views of one block of memory.
+        `into` is CPU memory to read them into and to return, such as the staging buffers: several times faster than
+        new memory, whose pages the kernel has to clear first. A damaged file is replaced by the copy; `refused` then
+        names it.
 
         Raises:
-            LocalCheckpointError: a rank has no intact file left, or holds another layout than `expected`; on every
-                rank, naming file and reason. Nothing has been changed; an older step or another tier may be tried.
+            LocalCheckpointError: a rank has no intact file left, or holds other layouts than `expected` or `into`; on
+                every rank, naming file and reason. What `into` holds is then undefined; an older step or another tier
+                may be tried.
         """
         with self._peers(f"loading local step {step}"):
             complete = self._manager.find_steps(world_size=self._world_size)
+            steps = self._manager.world.all_gather_object(step)
+            if len(set(steps)) > 1:
+                raise LocalCheckpointError(f"the ranks would load different steps: {steps}")
             if step not in complete:  # the same on every rank
                 reasons = "".join(f"; {reason}" for reason in self.refused)
                 raise LocalCheckpointError(f"no complete local checkpoint of step {step}{reasons}")
             state = self._manager.load_state(
-                step, complete[step], check=lambda header: _difference(header.layouts, expected)
+                step,
+                complete[step],
+                room=lambda header: new_room(header) if into is None or _misfit(header, into) else _rows(header, into),
+                check=lambda header: _difference(header, expected) or _misfit(header, into),
             )
-            (payload,) = state.tensors
-            return split_payload(state.header, payload), state.header.layouts, state.header.manifest
+            header = state.header
+            return shards_from(header, state.tensors), header.layouts, header.manifest
 
     def close(self) -> None:
         """Give the process groups back. Not collective; also after an abort has ended them."""
@@ -206,7 +227,7 @@ class LocalTier:
             raise
         except RuntimeError as error:  # torch's errors of process groups are RuntimeErrors
             reason = str(error).strip().splitlines()[0]
-            self._broken = f"a peer did not answer within {self._timeout.total_seconds():g} s ({reason})"
+            self._broken = f"a peer is gone or did not answer within {self._timeout.total_seconds():g} s ({reason})"
             raise LocalCheckpointError(f"{doing} failed: {self._broken}") from error
 
 
@@ -225,10 +246,30 @@ def _check_arguments(session: str, world_size: int, ranks_per_node: int, replica
         )
 
 
-def _difference(found: Mapping[str, TensorLayout], expected: Mapping[str, TensorLayout] | None) -> str | None:
-    if expected is None or found == expected:
+def _difference(header: Header, expected: Mapping[str, TensorLayout] | None) -> str | None:
+    """How the layouts that were saved differ from those of this run."""
+    if expected is None or header.layouts == expected:
         return None
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            return f"{name} was saved as {found.get(name)}, this run has {expected.get(name)}"
+    for name in sorted(header.layouts.keys() | expected.keys()):
+        if header.layouts.get(name) != expected.get(name):
+            return f"{name} was saved as {header.layouts.get(name)}, this run has {expected.get(name)}"
     return None
+
+
+def _misfit(header: Header, into: Mapping[str, torch.Tensor] | None) -> str | None:
+    """Why the shards can't be read into that memory."""
+    if into is None:
+        return None
+    if header.layouts.keys() != into.keys():
+        return f"saved or given alone: {', '.join(sorted(header.layouts.keys() ^ into.keys()))}"
+    for name, layout in header.layouts.items():
+        given = into[name]
+        if (given.dtype, tuple(given.shape)) != (layout.torch_dtype, layout.local_shape):
+            return f"{name} was saved as {layout}, the memory for it is {given.dtype} {tuple(given.shape)}"
+        if given.device.type != "cpu" or not given.is_contiguous():
+            return f"the memory for {name} is not contiguous CPU memory"
+    return None
+
+
+def _rows(header: Header, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [as_bytes(tensors[name]) for name in header.layouts]

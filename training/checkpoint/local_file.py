@@ -8,8 +8,9 @@ weights_only=False and has no checksum.) Checksums are XXH3-128, which runs at t
 
 import json
 import os
+import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,10 +22,14 @@ import xxhash
 from training.checkpoint.layout import TensorLayout
 
 DIRTY = ".dirty"  # NVRx's word for a file that is still being written
+_NAME = re.compile(r"step-(\d{8,})\.([0-9a-z]+)\.rank-(\d+)")
 _MAGIC = b"LOCALCK1"
 _PREFIX = struct.Struct("<8sQ16s")
 _DIGEST_BYTES = 16
-_CHUNK = 4 << 20
+# Reading: small enough to stay in the processor's cache between the copy and the checksum. Writing happens beside the
+# training thread, and after each chunk has to get the interpreter's lock back from it: few, large ones.
+_READ_CHUNK = 512 << 10
+_WRITE_CHUNK = 16 << 20
 
 
 class LocalCheckpointError(RuntimeError):
@@ -60,6 +65,20 @@ class Header:
         return cls(**value, layouts=layouts)
 
 
+def file_name(step: int, save_id: str, rank: int) -> str:
+    """The name of a rank's file of one save.
+
+    NVRx's name has no room for ten million steps, and a step that is saved again would overwrite the one before.
+    """
+    return f"step-{step:08d}.{save_id}.rank-{rank}"
+
+
+def parse_name(name: str) -> tuple[int, str, int] | None:
+    """Step, save and rank of a file with such a name; None for another name."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), match[2], int(match[3])) if match else None
+
+
 def payload_order(layouts: dict[str, TensorLayout]) -> dict[str, TensorLayout]:
     """Widest elements first: each shard's offset is then a multiple of its element size, without padding."""
     return dict(sorted(layouts.items(), key=lambda item: (-item[1].torch_dtype.itemsize, item[0])))
@@ -70,25 +89,29 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def split_payload(header: Header, payload: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The shards, as views of the payload."""
-    shards, offset = {}, 0
-    for name, layout in header.layouts.items():
-        part = payload[offset : offset + layout.local_bytes]
-        shards[name] = part.view(layout.torch_dtype).reshape(layout.local_shape)
-        offset += layout.local_bytes
-    return shards
+def new_room(header: Header) -> list[torch.Tensor]:
+    """Memory for the shards' bytes, a row for each, in one block."""
+    sizes = [layout.local_bytes for layout in header.layouts.values()]
+    return list(torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)) if sizes else []
 
 
-def payload_digest(pieces: Sequence[torch.Tensor]) -> str:
-    """Checksum of the bytes in `pieces`, one after the other."""
+def shards_from(header: Header, rows: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The shards whose bytes are `rows`: the same memory."""
+    return {
+        name: row.view(layout.torch_dtype).reshape(layout.local_shape)
+        for (name, layout), row in zip(header.layouts.items(), rows, strict=True)
+    }
+
+
+def payload_digest(rows: Iterable[torch.Tensor]) -> str:
+    """Checksum of the bytes in `rows`, one after the other."""
     digest = xxhash.xxh3_128()
-    for chunk in _chunks(pieces):
+    for chunk in _chunks(rows, _READ_CHUNK):
         digest.update(chunk)
     return digest.hexdigest()
 
 
-def write(path: Path, header: Header, pieces: Sequence[torch.Tensor]) -> tuple[int, str]:
+def write(path: Path, header: Header, rows: Iterable[torch.Tensor]) -> tuple[int, str]:
     """Write a file beside `path` and rename it: at every instant `path` is whole or not there.
 
     Nothing is flushed to the device: what a power loss could take is lost with the node anyway.
@@ -98,18 +121,18 @@ def write(path: Path, header: Header, pieces: Sequence[torch.Tensor]) -> tuple[i
     head = header.encode()
     digest = xxhash.xxh3_128()
     dirty = path.with_name(path.name + DIRTY)
-    try:
-        with dirty.open("xb", buffering=0) as file:
+    with dirty.open("xb", buffering=0) as file:
+        try:
             _write_all(file, memoryview(_PREFIX.pack(_MAGIC, len(head), xxhash.xxh3_128_digest(head)) + head))
-            for chunk in _chunks(pieces):
+            for chunk in _chunks(rows, _WRITE_CHUNK):
                 digest.update(chunk)
                 _write_all(file, chunk)
             _write_all(file, memoryview(digest.digest()))
             size = file.tell()
-        dirty.rename(path)
-    except OSError:
-        dirty.unlink(missing_ok=True)
-        raise
+            dirty.rename(path)
+        except OSError:
+            dirty.unlink(missing_ok=True)
+            raise
     return size, digest.hexdigest()
 
 
@@ -119,20 +142,37 @@ def read_header(path: Path) -> Header:
         return _read_header(file)
 
 
-def read(path: Path) -> tuple[Header, torch.Tensor, str]:
-    """Header, payload (a row of bytes) and its checksum; verified. Raises LocalCheckpointError with file and reason."""
+def read(path: Path, room: Callable[[Header], list[torch.Tensor]] = new_room) -> tuple[Header, list[torch.Tensor], str]:
+    """Header, the shards' bytes and their checksum; verified. `room` gives the memory, a row for each shard.
+
+    Raises LocalCheckpointError with file and reason; what the memory holds is then undefined.
+    """
     with _reasons(path), path.open("rb", buffering=0) as file:
         header = _read_header(file)
-        payload = torch.empty(header.payload_bytes, dtype=torch.uint8)
-        digest = xxhash.xxh3_128()
-        for chunk in _chunks([payload]):
-            _read_into(file, chunk)
-            digest.update(chunk)
-        written = bytearray(_DIGEST_BYTES)
-        _read_into(file, memoryview(written))
-        if digest.digest() != bytes(written):
-            raise ValueError("its bytes are not those that were written")
-        return header, payload, digest.hexdigest()
+        rows = room(header)
+        return header, rows, _read_payload(file, _chunks(rows, _READ_CHUNK))
+
+
+def verify(path: Path) -> Header:
+    """Like `read`, but keeps nothing: needs no memory for the shards."""
+    with _reasons(path), path.open("rb", buffering=0) as file:
+        header = _read_header(file)
+        view = memoryview(bytearray(_READ_CHUNK))
+        sizes = (min(_READ_CHUNK, header.payload_bytes - at) for at in range(0, header.payload_bytes, _READ_CHUNK))
+        _read_payload(file, (view[:size] for size in sizes))
+        return header
+
+
+def _read_payload(file: BinaryIO, chunks: Iterable[memoryview]) -> str:
+    digest = xxhash.xxh3_128()
+    for chunk in chunks:
+        _read_into(file, chunk)
+        digest.update(chunk)
+    written = bytearray(_DIGEST_BYTES)
+    _read_into(file, memoryview(written))
+    if digest.digest() != bytes(written):
+        raise ValueError("its bytes are not those that were written")
+    return digest.hexdigest()
 
 
 def _read_header(file: BinaryIO) -> Header:
@@ -161,16 +201,15 @@ def _reasons(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LocalCheckpointError(f"{path} can't be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LocalCheckpointError(f"{path} is damaged: {error}") from error
 
 
-def _chunks(pieces: Sequence[torch.Tensor]) -> Iterator[memoryview]:
-    # Small enough to stay in the processor's cache between the checksum and the copy.
-    for piece in pieces:
-        view = piece.numpy().data
-        for offset in range(0, len(view), _CHUNK):
-            yield view[offset : offset + _CHUNK]
+def _chunks(rows: Iterable[torch.Tensor], size: int) -> Iterator[memoryview]:
+    for row in rows:
+        view = row.numpy().data
+        for offset in range(0, len(view), size):
+            yield view[offset : offset + size]
 
 
 def _write_all(file: BinaryIO, data: memoryview) -> None:

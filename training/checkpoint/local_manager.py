@@ -5,10 +5,12 @@ a hollow part and tensors, the replication to a peer, the plan by which ranks ge
 Each replaced method says what is wrong with the original; `tests/training/checkpoint/test_local_upstream.py` shows it.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
     CliqueReplicationStrategy,
@@ -17,7 +19,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
 
 from training.checkpoint import local_file
 from training.checkpoint.local_exchange import CpuGroup, ShardId, ShardState
-from training.checkpoint.local_file import DIRTY, Header, LocalCheckpointError
+from training.checkpoint.local_file import DIRTY, Header, LocalCheckpointError, new_room
 
 
 class LocalManager(LocalCheckpointManager):
@@ -87,8 +89,8 @@ class LocalManager(LocalCheckpointManager):
 
     def _save(self, state_dict: ShardState, ckpt_id: ShardId) -> tuple[int, str]:  # pyright: ignore
         """Write one file. NVRx's has no checksum, and torch.save would write the whole storage behind a view."""
-        pieces = list(state_dict.tensors)
-        return local_file.write(self._local_ckpt_path_from_id(ckpt_id), state_dict.header, pieces)
+        self.local_ckpt_dir.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the disk
+        return local_file.write(self._local_ckpt_path_from_id(ckpt_id), state_dict.header, state_dict.tensors)
 
     def find_steps(self, *, world_size: int) -> dict[int, str]:
         """The steps that every rank can get, each with the id of its save; the same answer on every rank."""
@@ -109,9 +111,11 @@ class LocalManager(LocalCheckpointManager):
         """
         found: dict[ShardId, list[Path]] = {}
         problems = []
-        for path in self._node_files():
-            if path.name.endswith(DIRTY):
-                continue
+        try:
+            paths = [path for path in self._node_files() if not path.name.endswith(DIRTY)]
+        except OSError as error:
+            return {}, [f"{self.local_ckpt_dir.parent} can't be read: {error.strerror or error}"]
+        for path in paths:
             try:
                 header = local_file.read_header(path)
             except LocalCheckpointError as error:
@@ -126,17 +130,29 @@ class LocalManager(LocalCheckpointManager):
             found.setdefault(ShardId(header.step, header.rank, header.save_id), []).append(path)
         return found, problems
 
-    def load_state(self, step: int, save_id: str, *, check: Callable[[Header], str | None]) -> ShardState:
+    def load_state(
+        self,
+        step: int,
+        save_id: str,
+        *,
+        room: Callable[[Header], list[torch.Tensor]],
+        check: Callable[[Header], str | None],
+    ) -> ShardState:
         """This rank's shards of a save that `find_steps` named, from the first place where they are intact.
 
-        `check` says what is wrong with a header, if anything. LocalCheckpointError on every rank if any goes without.
+        `room` gives the memory for them; `check` says what is wrong with a header, if anything. LocalCheckpointError
+        on every rank if any goes without.
         """
         wanted = ShardId(step, self.rank, save_id)
         verified: dict[ShardId, ShardState] = {}
-        plan = self._plan(wanted)
-        while not self._all_verified(plan, verified):
+        self.world.room = room
+        try:
             plan = self._plan(wanted)
-        state = self._retrieval.retrieve_execute(plan, verified)[wanted]
+            while not self._all_verified(plan, verified):
+                plan = self._plan(wanted)
+            state = self._retrieval.retrieve_execute(plan, verified)[wanted]
+        finally:
+            self.world.room = new_room  # the caller's memory, perhaps a whole model, must not be held here
         problem = check(state.header)
         # Over the network too: what arrived is held against the checksum of what was read.
         if problem is None and wanted not in verified and local_file.payload_digest(state.tensors) != state.digest:
@@ -176,35 +192,41 @@ class LocalManager(LocalCheckpointManager):
         """The first intact file with this id, None if there is none. NVRx unpickles whatever is there."""
         for path in self._paths[ckpt_id]:
             try:
-                header, payload, digest = local_file.read(path)
+                # Only this rank's own shards go where its caller wants them; what it reads for others does not.
+                header, rows, digest = local_file.read(path, self.world.room if ckpt_id.rank == self.rank else new_room)
             except LocalCheckpointError as error:
                 problems.append(str(error))
             else:
-                return ShardState(header, [payload], digest)
+                return ShardState(header, rows, digest)
         return None
 
     def keep_only(self, shard_id: ShardId | None) -> None:
-        """Remove every save of this node but one, also of ranks that have moved away. Not collective."""
-        for path in self._node_files():
-            if shard_id is None or not self._is_of(path, shard_id):
-                path.unlink(missing_ok=True)
+        """Remove every save of this node but one, also of ranks that have moved away. Not collective.
+
+        A file that can't be removed is no failure: it is not in the way, until a full disk fails a save by name.
+        """
+        with contextlib.suppress(OSError):
+            for path in self._node_files():
+                if shard_id is None or not self._is_of(path, shard_id):
+                    path.unlink(missing_ok=True)
 
     def gather_problems(self, problem: str | None) -> list[str]:
         """Every rank's problem, each with its rank; the same list everywhere."""
         return [f"rank {rank}: {text}" for rank, text in enumerate(self.world.all_gather_object(problem)) if text]
 
     def _cleanup_failed_save(self, iteration: ShardId) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Remove what this rank wrote of a save that is not complete."""
-        for path in self.local_ckpt_dir.iterdir():
-            if self._is_of(path, iteration):
-                path.unlink(missing_ok=True)
+        """Remove what this rank wrote of a save that is not complete. Not collective."""
+        with contextlib.suppress(OSError):
+            for path in self.local_ckpt_dir.iterdir():
+                if self._is_of(path, iteration):
+                    path.unlink(missing_ok=True)
 
     def _local_ckpt_path_from_id(self, ckpt_id: ShardId, is_dirty: bool = False) -> Path:  # noqa: ARG002
-        """NVRx's name fails from step 10,000,000 on (an assert), and a step saved again overwrites the one before."""
-        return self.local_ckpt_dir / f"step-{ckpt_id.step:08d}.{ckpt_id.save_id}.rank-{ckpt_id.rank}"
+        return self.local_ckpt_dir / local_file.file_name(ckpt_id.step, ckpt_id.save_id, ckpt_id.rank)
 
     def _is_of(self, path: Path, shard_id: ShardId) -> bool:
-        return path.name.startswith(f"step-{shard_id.step:08d}.{shard_id.save_id}.")
+        named = local_file.parse_name(path.name)
+        return named is not None and named[:2] == (shard_id.step, shard_id.save_id)
 
     def _node_files(self) -> list[Path]:
         """Every rank's files of this session on this node, this rank's own first."""
