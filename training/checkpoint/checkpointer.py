@@ -19,11 +19,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from training.checkpoint import durable
-from training.checkpoint.layout import tensor_layout
+from training.checkpoint.layout import TensorLayout, local_part, tensor_layout
 from training.checkpoint.local import LocalCheckpointError, LocalTier
 from training.checkpoint.restore import Candidate, Tier, candidates
 from training.checkpoint.saver import Save, Saver, wait_for
-from training.checkpoint.state import Tensors, local_part
+from training.checkpoint.state import Tensors
 from training.checkpoint.writer import Written, plan_writes
 from training.config import CheckpointConfig
 
@@ -148,7 +148,9 @@ class Checkpointer:
 
     def _connect_local_tier(self, run_id: str) -> None:
         settings = self._config.local
-        if settings is not None:
+        if settings is None:
+            return
+        try:
             self._local = LocalTier(
                 directory=Path(settings.directory),
                 session=run_id,
@@ -157,6 +159,8 @@ class Checkpointer:
                 ranks_per_node=self._ranks_per_node,
                 replicas=settings.replicas,
             )
+        except LocalCheckpointError as error:  # a node's disk is broken, as every rank is told: not worth the run
+            self.outcome.failed.append({"step": 0, "reason": f"no local copies: {error}"})
 
     def _try_all(self, order: list[Candidate], check: Callable[..., None], tracked: int | None) -> Restored:
         problems: list[str] = []
@@ -204,9 +208,19 @@ class Checkpointer:
 
     def _from_local(self, step: int, check: Callable[..., None]) -> tuple[dict[str, Any], Tensors]:
         assert self._local is not None
-        tensors, _, manifest = self._local.load(step)
+        into = self._moment() | {name: local_part(tensor) for name, tensor in self._live.items()}
+        on_host = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in into.values())
+        if not on_host:  # read into warm pinned memory, and copied from there
+            self._saver.prepare(into)
+            into = self._saver.buffers(self._ping).buffers[0].tensors
+        tensors, _, manifest = self._local.load(step, into=into, expected=self._layouts())
         check(manifest)
+        if on_host:
+            return manifest, {name: tensor for name, tensor in tensors.items() if name not in self._live}
         return manifest, self._take(tensors)
+
+    def _layouts(self) -> dict[str, TensorLayout]:
+        return {name: tensor_layout(tensor) for name, tensor in {**self._live, **self._moment()}.items()}
 
     def _from_durable(self, step: int, check: Callable[..., None]) -> tuple[dict[str, Any], Tensors | None]:
         path = durable.checkpoint_path(self._directory, step)
@@ -307,7 +321,7 @@ class Checkpointer:
             self._write(save)
         if to_local and self._local is not None:
             save.buffer.busy = True
-            self._saver.replicate(save, self._local, {n: tensor_layout(t) for n, t in self._live.items()})
+            self._saver.replicate(save, self._local, self._layouts())
             self._replicating = save
         if config.mode == "sync":
             self.wait()

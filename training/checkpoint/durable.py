@@ -190,6 +190,20 @@ def _damage_of(path: Path, expected: FileSum) -> str | None:
     return None if found == expected else f"{path} is damaged: its checksum is not the one that was written"
 
 
+def wrong_sizes(path: Path, manifest: dict[str, Any]) -> list[str]:
+    """Files of the checkpoint at `path` that are missing or of another size: one line each, without reading them."""
+    lines = []
+    for name, expected in sorted(manifest["files"].items()):
+        found = (path / name).stat().st_size if (path / name).exists() else None
+        if found != expected["size"]:
+            lines.append(
+                f"{path / name} is missing"
+                if found is None
+                else f"{path / name} is damaged: it has {found} bytes, {expected['size']} were written"
+            )
+    return lines
+
+
 def foreign_files(path: Path, manifest: dict[str, Any]) -> list[str]:
     """Files in the checkpoint at `path` that its manifest does not list: one line each."""
     known = {MANIFEST, *manifest["files"]}

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from training.checkpoint.layout import TensorLayout, local_part
 from training.checkpoint.staging import Buffer, StagingBuffers, check_room
-from training.checkpoint.state import Tensors, local_part
+from training.checkpoint.state import Tensors
 from training.checkpoint.writer import BackgroundWriter, OpenFile, WritePlan, Written, open_binary
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Saver:
         save.path = path
         save.written = self._writing.submit(write)
 
-    def replicate(self, save: Save, tier: "LocalTier", layouts: Mapping[str, Any]) -> None:
+    def replicate(self, save: Save, tier: "LocalTier", layouts: Mapping[str, TensorLayout]) -> None:
         """Start writing a save's copies on this node's disk and its peer's."""
 
         def replicate() -> int:

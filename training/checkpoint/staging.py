@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from training.checkpoint.state import Tensors, local_part
+from training.checkpoint.layout import local_part
+from training.checkpoint.state import Tensors
 
 _ALIGNMENT = 64
 _SHARED_MEMORY = "/dev/shm"  # where Linux keeps what processes share; a pod's own, sized by its manifest

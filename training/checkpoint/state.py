@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.tensor import DTensor
 
 Tensors = dict[str, torch.Tensor]
 
@@ -31,11 +30,6 @@ def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
         **{f"optimizer.{name}": value for name, value in optimizer_state.items()},
     }
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, or the tensor itself; shares its memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def seed_random_state(seed: int, rank: int) -> None:

@@ -177,7 +177,7 @@ class _WriteFiles:
         packed = (None, (None, staged, None, None, 1, self.plan.storage_data))
         buckets = FileSystemWriterAsync.preload_tensors((str(self.path), packed), non_blocking=False)
         FileSystemWriterAsync.write_preloaded_data_multithread(
-            [_StorageWriterTransforms()], False, self.open_file, self.rank, buckets, results
+            [_StorageWriterTransforms()], False, self.open_file, self.rank, buckets, cast(Any, results)
         )
 
 
