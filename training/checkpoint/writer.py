@@ -6,6 +6,7 @@ results, nothing is handed over with a wait, and the tensors come staged already
 """
 
 import itertools
+import os
 import queue
 import time
 from collections.abc import Callable
@@ -99,7 +100,7 @@ class BackgroundWriter:
         self.kill()
         AsyncCallsQueue.warmup_persistent_caller(self._rank, cpu_shm_mode=True)
         self._queue = AsyncCallsQueue(cpu_shm_mode=True)
-        self._queue.schedule_async_request(AsyncRequest(_prepare_worker, (), []))
+        self._queue.schedule_async_request(AsyncRequest(_prepare_worker, (os.getpid(),), []))
 
     def write(self, plan: WritePlan, buffer: Buffer, path: Path, *, timeout_seconds: float) -> Written:
         """Write this rank's part of a checkpoint into the directory `path`; blocks until it is on storage.
@@ -255,6 +256,8 @@ def sum_file(path: Path, *, chunk_bytes: int = 8 << 20) -> FileSum:
     return FileSum(size, digest.hexdigest())
 
 
-def _prepare_worker() -> None:
+def _prepare_worker(trainer_pid: int) -> None:
     """First task of the worker process. That this function is found here has loaded all that saving needs."""
     die_with_parent()
+    if os.getppid() != trainer_pid:  # it died while this process was loading: the kernel tells of later deaths only
+        os._exit(1)

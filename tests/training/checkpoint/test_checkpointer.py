@@ -225,16 +225,17 @@ def meet_failing_storage(rank: int, directory: Path, kinds: list[str]) -> list:
 def test_a_save_that_storage_refuses_is_lost_on_every_rank_and_training_goes_on(run_ranks, tmp_path):
     directory = tmp_path / "checkpoints"
     kinds = {
-        "ENOSPC": "OSError: [Errno 28] No space left on device",
-        "EIO": "OSError: [Errno 5] Input/output error",
-        "EDQUOT": "OSError: [Errno 122] Disk quota exceeded",
+        "ENOSPC": "No space left on device",
+        "EIO": "Input/output error",
+        "EDQUOT": "Disk quota exceeded",
         "hang": "the background writer made no end in time and was killed",
     }
     for committed, failed in run_ranks(meet_failing_storage, directory, list(kinds)):
         assert committed == [1, 3, 5, 7, 9]
         assert [step for step, _ in failed] == [2, 4, 6, 8]
         for (_, reason), expected in zip(failed, kinds.values(), strict=True):
-            assert reason.startswith(f"rank 1: {expected}")
+            assert reason.startswith("rank 1: ")
+            assert expected in reason
     assert committed_steps(directory) == [1, 3, 5, 7, 9]
     assert stored_values(directory, 9) == [9.0, 10.0]
 
@@ -287,7 +288,8 @@ def fail_for_good(rank: int, directory: Path) -> str:
 
 def test_saves_that_fail_again_and_again_stop_the_run_and_name_the_last_good_step(run_ranks, tmp_path):
     for message in run_ranks(fail_for_good, tmp_path / "checkpoints"):
-        assert message.startswith("2 saves in a row failed, the last of step 3 (rank 0: OSError")
+        assert message.startswith("2 saves in a row failed, the last of step 3 (rank ")
+        assert "Input/output error" in message
         assert "the newest good checkpoint is step 1; mend the storage" in message
 
 
@@ -298,10 +300,9 @@ def kill_writer(rank: int, directory: Path, moment: str) -> list:
     if moment == "writing":
         attempt.train_to(2, wait=False)
     if rank == 1:
-        pid = attempt.saver.writer.worker_pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+        worker = attempt.saver.writer._process()
+        worker.kill()
+        worker.join()
     attempt.checkpointer.wait()
     attempt.train_to(4)
     attempt.close()
