@@ -70,7 +70,7 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
     import nvidia_resiliency_ext
     import torch
 
-    from training.checkpoint.writer import BackgroundWriter
+    from training.checkpoint.saver import Saver
     from training.resilience import RankMonitor, wrap_in_process
     from training.trainer import Process, run_attempt
 
@@ -95,7 +95,8 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
         store=store,
         events=events,
         monitor=RankMonitor(enabled="FT_RANK_MONITOR_IPC_SOCKET" in os.environ),
-        writer=BackgroundWriter(rank=rank),
+        saver=Saver(rank=rank, device=device),
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
     with _gpu_checks_only_with_gpu(device.type):
         train = wrap_in_process(
@@ -111,9 +112,9 @@ def _train(config: TrainConfig, events: EventLog, *, rank: int, world_size: int,
     try:
         train()
     except BaseException:
-        process.writer.close(abort=True)
+        process.saver.close(abort=True)
         raise
-    process.writer.close()
+    process.saver.close()
     return 0
 
 
