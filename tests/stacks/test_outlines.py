@@ -1,4 +1,4 @@
-"""One reviewed outline per stack of p5-2node: what is built, by name and type, with the settings that matter. To accept:
+"""One reviewed outline per stack of p5-2node: what is built, by name and type. To accept a change:
 
 UPDATE_SNAPSHOTS=1 python -m pytest tests/stacks/test_outlines.py
 """
