@@ -16,6 +16,7 @@ O_APPEND, so it survives a SIGKILL that comes after it. Events and their own fie
     stall                 step, started_t, phase: save | finalize | final_save; training waited for the checkpoint
     checkpoint_committed  step, started_t, size_bytes (rank 0)
     abort                 this rank was told to leave the training function (in-process restart)
+    peer_lost             peer: the rank whose node is gone; this process ends, for in-job restart to begin
     refused               reason: settings, corpus or checkpoints do not fit; the job ends, no restart can mend it
     complete              step, loss, params_sha256: training is done on this rank
 """
