@@ -94,7 +94,7 @@ def own_address(store_host: str, store_port: int) -> str:
 
 def leave(peer: int) -> None:
     """End this process at once: with a process gone there is nothing that it could restart by itself."""
-    print(f"rank {peer} is gone with its node: leaving to in-job restart", file=sys.stderr, flush=True)
+    print(f"rank {peer} is gone: leaving to in-job restart", file=sys.stderr, flush=True)
     os._exit(_EXIT_PEER_LOST)
 
 
