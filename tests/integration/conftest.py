@@ -20,6 +20,7 @@ def write_deployment(
     document["job"]["spare_count"] = spare_count
     train = document["train"]
     train |= {"total_steps": total_steps, "seq_len": 32, "micro_batch_size": 1, "global_batch_size": 2}
+    train["schedule"]["warmup_steps"] = 1
     train["checkpoint"]["interval_steps"] = INTERVAL
     train["restarts"]["in_job"] |= {"max_restarts": max_restarts, "max_no_progress_cycles": max_no_progress_cycles}
     path.write_text(yaml.safe_dump(document))

@@ -24,7 +24,8 @@ COMPLETION_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-ind
 def render(deployment: Path, out: Path) -> dict[str, list[dict]]:
     """The deployment's objects by kind, from the files that `kubectl apply` would take."""
     command = [sys.executable, "-m", "k8s.main", "--deployment", str(deployment), "--out", str(out)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    done = subprocess.run(command, cwd=REPOSITORY, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     objects: dict[str, list[dict]] = {}
     for file in sorted(out.iterdir()):
         for document in yaml.safe_load_all(file.read_text()):
