@@ -9,7 +9,7 @@ that it is complete. With a run directory the code is, first match wins:
     0     the command ended with 0 and the trainer wrote the done marker
     2     the command ended with 2: bad arguments or settings
     93    the command ended with 93, or the trainer wrote the no-restart marker
-    143   the supervisor was told to stop (130 by SIGINT), or the command ended with 0 without the done marker
+    143   the supervisor was told to stop (by another signal than SIGTERM: 128 and its number), or the command ended with 0 without the done marker
     128+n signal n killed the command
     else  the command's own code
 
@@ -53,7 +53,9 @@ _KEPT_BYTES = 16_384
 # node whose rank failed, and on the others.
 _RESTARTS_USED_UP = ("Some rank(s) exited with non-zero exit code", "TerminalWorkerGroupFailure")
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Those that end ft_launcher; and those that tell a process something.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FORWARDED = (*_STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
@@ -121,7 +123,7 @@ class Markers:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command to its end; returns the exit code for Kubernetes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP_SIGNALS, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would have the kernel reap our child
     arguments = parse_arguments(argv)
     adopt_orphans()  # as they come to PID 1: a drill runs us as an ordinary process
@@ -202,12 +204,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _wait(pid: int) -> Ending:
-    """Pass stop signals on to the command and reap every child, until the command itself has ended."""
+    """Pass signals on to the command and reap every child, until the command itself has ended."""
     stopped_by = None
     while True:
-        received = signal.sigwait({*_STOP_SIGNALS, signal.SIGCHLD})
-        if received in _STOP_SIGNALS:
-            stopped_by = stopped_by or signal.Signals(received)
+        received = signal.sigwait({*_FORWARDED, signal.SIGCHLD})
+        if received in _FORWARDED:
+            if received in _STOP_SIGNALS:
+                stopped_by = stopped_by or signal.Signals(received)
             with suppress(ProcessLookupError):
                 os.kill(pid, received)
             continue

@@ -133,7 +133,7 @@ def test_death_by_a_signal_is_128_plus_its_number(supervise, tmp_path):
     assert "killed by SIGKILL" in supervised.message
 
 
-@pytest.mark.parametrize(("received", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("received", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_stop_signal_reaches_the_command_and_is_never_success(supervise, tmp_path, received, expected, code):
     handler = f"signal.signal({int(received)}, lambda *_: sys.exit({code}))\n"
@@ -297,3 +297,11 @@ def test_a_process_that_keeps_standard_error_open_does_not_hold_the_supervisor_u
     started = time.monotonic()
     assert supervised.end() == 7
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("received", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_stops_nothing_is_passed_on_and_changes_no_exit_code(supervise, tmp_path, received):
+    handler = f"signal.signal({int(received)}, lambda *_: (" + marker("done").strip() + ", sys.exit(0)))\n"
+    supervised = supervise(handler + SLEEP, f"--run-directory={tmp_path}").wait_until_ready()
+    supervised.process.send_signal(received)
+    assert supervised.end() == 0
