@@ -9,7 +9,8 @@ that it is complete. With a run directory the code is, first match wins:
     0     the command ended with 0 and the trainer wrote the done marker
     2     the command ended with 2: bad arguments or settings
     93    the command ended with 93, or the trainer wrote the no-restart marker
-    143   the supervisor was told to stop (by another signal than SIGTERM: 128 and its number), or the command ended with 0 without the done marker
+    143   the supervisor was told to stop by SIGTERM (by another signal: 128 and its number), or the command ended with
+          0 without the done marker
     128+n signal n killed the command
     else  the command's own code
 
