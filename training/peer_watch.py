@@ -68,9 +68,11 @@ class PeerWatch:
         self._on_loss = _ignore
         with suppress(OSError):
             self._listener.settimeout(1.0)
-            watcher, _ = self._listener.accept()
-            with watcher:
-                watcher.sendall(_GOODBYE)
+            while True:  # the watcher is one of those that wait; a stranger may have connected, too
+                watcher, _ = self._listener.accept()
+                with watcher:
+                    watcher.sendall(_GOODBYE)
+                self._listener.settimeout(0.0)
         self._listener.close()
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)

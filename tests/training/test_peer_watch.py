@@ -88,6 +88,14 @@ def test_ranks_that_end_in_order_say_goodbye(ring):
     assert three.codes(0, 1, 2) == [0, 0, 0]
 
 
+def test_a_stranger_that_connects_takes_nobodys_goodbye_away(tmp_path):
+    watch = start_watch(tmp_path / "store", 0, 1)
+    own_port = watch._listener.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", own_port)) as stranger:
+        watch.close()  # leaves by exit 1 if its own goodbye were missing
+        assert stranger.recv(1) == b"."
+
+
 def test_a_killed_rank_whose_monitor_process_lives_is_left_to_its_own_launcher(ring):
     two = ring(2, forking_rank=1)
     two.ranks[1].kill()
