@@ -1,5 +1,6 @@
 """The preflight of several nodes, each a real process; what needs GPUs or EFA is skipped by name."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from drills.local_cluster import free_port
@@ -121,23 +123,26 @@ def test_a_missing_rank_0_is_named_in_time(nodes):
 
 
 def test_a_node_that_dies_in_the_midst_is_named(nodes):
-    nodes.start(0, 2, "--peer-timeout-seconds=10", "--iterations=1000000")
-    nodes.start(1, 2, "--peer-timeout-seconds=10", "--iterations=1000000")
-    child = wait_for_child(nodes.processes[1])
-    time.sleep(0.5)
+    nodes.start(0, 2, "--peer-timeout-seconds=20", "--iterations=1000000")
+    nodes.start(1, 2, "--peer-timeout-seconds=20", "--iterations=1000000")
+    sweep = wait_for_sweep(nodes.processes[1])
     nodes.processes[1].kill()
     assert nodes.end() == {0: EXIT_PREFLIGHT_NOT_RUN, 1: -signal.SIGKILL}
-    assert nodes.record(0)["could_not_run"] == "rank 1 of 2 did not come within 10 s (end)"
-    assert not Path(f"/proc/{child}").exists(), "its all-reduce process went along"
+    assert nodes.record(0)["could_not_run"] == "rank 1 of 2 did not come within 20 s (end)"
+    gone, _ = psutil.wait_procs([sweep], timeout=10)
+    assert gone or sweep.status() == psutil.STATUS_ZOMBIE, "its all-reduce process went along"
 
 
-def wait_for_child(process):
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    deadline = time.monotonic() + 60
-    while not children.read_text():
+def wait_for_sweep(process):
+    """The process that takes part in the all-reduce for this node, once it is there."""
+    node, deadline = psutil.Process(process.pid), time.monotonic() + 90
+    while True:
+        for child in node.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "training.preflight.allreduce" in child.cmdline():
+                    return child
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    return int(children.read_text().split()[0])
 
 
 def test_a_node_without_its_gpus_fails_and_the_others_skip_the_sweep(nodes):
