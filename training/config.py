@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 EXIT_OK = 0
 EXIT_BAD_CONFIG = 2
 EXIT_NO_RESTART = 93
+EXIT_PREFLIGHT_FAILED = 94  # a node is not fit
+EXIT_PREFLIGHT_NOT_RUN = 95  # a node is missing
 EXIT_SIGTERM = 143
 
 # Files in the run directory that tell the supervisor how the run ended: ft_launcher's exit code alone does not.

@@ -19,6 +19,7 @@ O_APPEND, so it survives a SIGKILL that comes after it. Events and their own fie
     checkpoint_replicated step: every rank has it on its node, and where so set on a peer's (rank 0)
     save_failed           step, reason: this save is lost, training goes on (rank 0)
     abort                 this rank was told to leave the training function (in-process restart)
+    peer_lost             peer: the rank whose node is gone; this process ends, for in-job restart to begin
     refused               reason: settings, corpus or checkpoints do not fit; the job ends, no restart can mend it
     complete              step, loss, params_sha256: training is done on this rank
 """
