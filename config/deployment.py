@@ -31,7 +31,7 @@ class DeploymentConfig(Config):
             if self.job.instance is None:
                 yield "job.instance_type is needed when there is a cluster section; name the GPU nodes' type"
             if self.job.storage is not None:
-                yield "job.storage is for clusters built elsewhere; remove it, or the cluster section, which makes its own"
+                yield "job.storage is for clusters built elsewhere; remove it, or the cluster section"
             yield from self.cluster.job_problems(self.job.pod_count)
         try:
             self.train.check_world_size(self.job.world_size)

@@ -67,7 +67,7 @@ class JobConfig(Config):
     rendezvous: RendezvousConfig = RendezvousConfig()
     storage: ExistingFsxConfig | None = Field(
         default=None,
-        description="without a cluster section: the file system to mount; left out, the default storage class makes one",
+        description="without a cluster section: the file system to mount; left out, the default class makes one",
     )
 
     @field_validator("instance_type")

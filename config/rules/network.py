@@ -72,7 +72,7 @@ def efa_security_group(group: NodeGroup) -> Iterator[Finding]:
             ", ".join(known) or "no security group of this deployment",
             "EFA needs a group on the interface with all traffic in from itself and out to itself; "
             "egress to 0.0.0.0/0 does not cover it, and NCCL hangs",
-            "attach the EFA security group, and give it a SecurityGroupIngress and a SecurityGroupEgress with IpProtocol "
+            "attach the EFA security group, and give it SecurityGroupIngress and SecurityGroupEgress with IpProtocol "
             "-1 to itself (CDK drops the latter silently: write CfnSecurityGroupEgress)",
             _SELF_EGRESS if known else _GROUPS_ON_NICS,
         )
