@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aws_cdk as cdk
+from aws_cdk import cx_api
 
 from config.deployment import DeploymentConfig, load
+from config.template_rules import refuse
 from stacks.cluster import ClusterStack
 from stacks.image import ImageStack
 from stacks.network import NetworkStack
@@ -93,10 +95,21 @@ def main() -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    for stack in app.synth().stacks:
+    stacks = app.synth().stacks
+    _check_templates(stacks)
+    for stack in stacks:
         template = Path(stack.template_full_path).read_text()
         count, kib = len(json.loads(template)["Resources"]), len(template) // 1024
         print(f"{stack.stack_name}: {count} of {MAX_RESOURCES} resources, {kib} of {MAX_TEMPLATE_KIB} KiB")
+
+
+def _check_templates(stacks: list[cx_api.CloudFormationStackArtifact]) -> None:
+    """Exit with code 2 and every finding if AWS would refuse the templates (config/template_rules.py)."""
+    try:
+        refuse({stack.id: json.loads(Path(stack.template_full_path).read_text()) for stack in stacks})
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _deployment_path(named: str | None) -> Path:

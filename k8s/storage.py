@@ -1,7 +1,7 @@
 """The shared volume: FSx for Lustre as a static PersistentVolume, and the one claim that every pod mounts.
 
 Where there is a cluster section, stacks/ installs both with the cluster, and the manifests repeat the claim. Without
-one, `SharedChart` renders the claim for the default storage class.
+one, `SharedChart` renders both for the file system of `job.storage`, else a claim for the default storage class.
 """
 
 from typing import Any
@@ -17,12 +17,26 @@ _SHARED = ["ReadWriteMany"]
 def fsx_volume(
     *, namespace: str, file_system_id: str, dns_name: str, mount_name: str, capacity_gib: int
 ) -> dict[str, Any]:
-    """Manifest of the PersistentVolume for an existing file system. Names may be CDK tokens.
+    """Manifest of the PersistentVolume for a file system. Names may be CDK tokens."""
+    volume = fsx_volume_props(
+        namespace=namespace,
+        file_system_id=file_system_id,
+        dns_name=dns_name,
+        mount_name=mount_name,
+        capacity_gib=capacity_gib,
+    )
+    return kube.KubePersistentVolume.manifest(metadata=volume.metadata, spec=volume.spec)
+
+
+def fsx_volume_props(
+    *, namespace: str, file_system_id: str, dns_name: str, mount_name: str, capacity_gib: int
+) -> kube.KubePersistentVolumeProps:
+    """The PersistentVolume for a file system that exists by the time it is mounted.
 
     Static, since the driver's dynamic provisioning makes a file system of version 2.10, whose mount fails on AL2023
     (aws-fsx-csi-driver #399, #437).
     """
-    return kube.KubePersistentVolume.manifest(
+    return kube.KubePersistentVolumeProps(
         metadata=kube.ObjectMeta(name=names.FSX_VOLUME),
         spec=kube.PersistentVolumeSpec(
             capacity={"storage": _gib(capacity_gib)},

@@ -393,7 +393,7 @@ def describe_errors(error: ValidationError) -> str:
             message = "unknown key; check its spelling against the schema"
         given = item.get("input")
         shown = f" (given {given!r})" if isinstance(given, str | int | float | bool) else ""
-        lines.append(f"{path}: {message}{shown}")
+        lines += [f"{path}: {line}{shown}" for line in message.splitlines()]
     return "\n".join(lines)
 
 
