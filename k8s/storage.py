@@ -17,13 +17,12 @@ _SHARED = ["ReadWriteMany"]
 def fsx_storage_class() -> dict[str, Any]:
     """Manifest of the class of volume and claim."""
     made = fsx_storage_class_props()
-    manifest = kube.KubeStorageClass.manifest(
+    return kube.KubeStorageClass.manifest(
         metadata=made.metadata,
         provisioner=made.provisioner,
         reclaim_policy=made.reclaim_policy,
         volume_binding_mode=made.volume_binding_mode,
     )
-    return manifest
 
 
 def fsx_storage_class_props() -> kube.KubeStorageClassProps:

@@ -105,6 +105,12 @@ class Prometheus(Construct):
             logging_configuration=aps.CfnWorkspace.LoggingConfigurationProperty(log_group_arn=log_group.log_group_arn),
         )
         self._let_publish(topic)
+        self._scraper(cluster, subnets)
+        aps.CfnRuleGroupsNamespace(
+            self, "Alerts", name="training", workspace=self.workspace.attr_arn, data=_alerts(gpus_per_node)
+        )
+
+    def _scraper(self, cluster: eks.ICluster, subnets: list[ec2.ISubnet]) -> None:
         aps.CfnScraper(
             self,
             "Scraper",
@@ -122,9 +128,6 @@ class Prometheus(Construct):
                     security_group_ids=[cluster.cluster_security_group_id],
                 )
             ),
-        )
-        aps.CfnRuleGroupsNamespace(
-            self, "Alerts", name="training", workspace=self.workspace.attr_arn, data=_alerts(gpus_per_node)
         )
 
     def _let_publish(self, topic: sns.Topic) -> None:
