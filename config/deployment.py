@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 from config import names
 from config.cluster import ClusterConfig
 from config.job import JobConfig
+from config.worker import worker_resources
 from training.config import Config, TrainConfig, describe_errors
 
 
@@ -29,6 +30,7 @@ class DeploymentConfig(Config):
             self.train.check_world_size(self.job.world_size)
         except ValueError as error:
             raise ValueError(f"train: {error}") from error
+        self._check_pod()
         for field, path in (
             ("train.data.path", self.train.data.path),
             ("train.run_directory", self.train.run_directory),
@@ -37,6 +39,17 @@ class DeploymentConfig(Config):
             if Path(names.FSX_MOUNT) not in Path(path).parents:
                 raise ValueError(f"{field} {path} must lie under {names.FSX_MOUNT}, the shared volume; move it there")
         return self
+
+    def _check_pod(self) -> None:
+        """Raise ValueError for what a pod could not be made of, or would be killed for."""
+        self.job.grace_period_seconds(self.train.restarts)
+        worker_resources(self.job, self.train)
+        preparation = self.job.prepare_data
+        if preparation is not None and Path(names.FSX_MOUNT) not in Path(preparation.input_directory).parents:
+            raise ValueError(
+                f"job.prepare_data.input_directory {preparation.input_directory} must lie under {names.FSX_MOUNT}, "
+                "the shared volume; move it there"
+            )
 
 
 def load(path: Path) -> DeploymentConfig:
