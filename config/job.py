@@ -122,8 +122,8 @@ class JobConfig(Config):
         if timeout is not None and timeout <= self.rendezvous.join_timeout_seconds:
             raise ValueError(
                 f"kueue.recovery_timeout_seconds {timeout} must be above rendezvous.join_timeout_seconds "
-                f"{self.rendezvous.join_timeout_seconds}, or Kueue evicts a job that waits for a node; raise the first, "
-                "in Kueue too"
+                f"{self.rendezvous.join_timeout_seconds}, or Kueue evicts a job that waits for a node; raise the "
+                "first, in Kueue too"
             )
         return self
 

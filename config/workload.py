@@ -109,7 +109,9 @@ class KueueConfig(Config):
 class MonitoringConfig(Config):
     """Objects for the Prometheus operator; alerts use kube-state-metrics as well."""
 
-    namespace: DnsLabel = Field(default="monitoring", description="where Prometheus runs: it may reach the metrics port")
+    namespace: DnsLabel = Field(
+        default="monitoring", description="where Prometheus runs: it may reach the metrics port"
+    )
     labels: dict[str, str] = Field(
         default={"release": "kube-prometheus-stack"},
         description="labels by which the operator selects PodMonitor and PrometheusRule",

@@ -1,7 +1,7 @@
 """The two Jobs of a run, for both kinds of workload: workers, and the rendezvous store in a pod of its own.
 
-The kinds differ in what follows on a loss. A JobSet recreates everything when a Job fails, so the store gets one try. An
-Indexed Job is alone: the store is replaced in place, and every loss of it costs each worker's index a retry.
+The kinds differ in what follows on a loss. A JobSet recreates everything when a Job fails, so the store gets one try.
+An Indexed Job is alone: the store is replaced in place, and every loss of it costs each worker's index a retry.
 """
 
 from typing import Any
@@ -21,8 +21,7 @@ def rendered(spec: kube.JobSpec) -> dict[str, Any]:
 
 
 def control_job(deployment: DeploymentConfig) -> kube.JobSpec:
-    """The store. In a JobSet: one try, since without it every worker ends within seconds, and only a new generation
-    helps."""
+    """The store. In a JobSet it has one try: without it every worker ends, and only a new generation helps."""
     alone = deployment.job.kind == "indexed_job"
     return kube.JobSpec(
         completion_mode="Indexed",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from cdk8s import App
+from cdk8s import App, Chart
 from pydantic import ValidationError
 
 from config.deployment import DeploymentConfig, load
@@ -111,7 +111,7 @@ def build(app: App, deployment: DeploymentConfig, chart: str = JOB) -> None:
     _declare(app, deployment, chart).add_dependency(shared)
 
 
-def _declare(app: App, deployment: DeploymentConfig, chart: str) -> TrainingJobChart | PreflightChart:
+def _declare(app: App, deployment: DeploymentConfig, chart: str) -> Chart:
     name = deployment.job.name
     match chart:
         case "preflight":

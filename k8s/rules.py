@@ -1,7 +1,7 @@
 """Checks of rendered manifests that no schema makes: what an API server refuses, and what this project must not say.
 
-Plain data in, lines out: `k8s.main` runs them on every render. A rule is a generator of problems; which part of an object
-it sees is said by the table that it stands in.
+Plain data in, lines out: `k8s.main` runs them on every render. A rule is a generator of problems; which part of an
+object it sees is said by the table that it stands in.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def broken(manifest: Manifest) -> Iterator[str]:
     yield from _apply(project_rules.KIND_RULES.get(manifest["kind"], []), manifest)
     for job in jobs(manifest):
         yield from _apply(server_rules.JOB_RULES + project_rules.JOB_RULES, job)
-        yield from _apply(server_rules.OBJECT_RULES, job["template"])
+        yield from server_rules.labels_and_annotations(job["template"])
         pod = job["template"]["spec"]
         yield from _apply(server_rules.POD_RULES + project_rules.POD_RULES, pod)
         for container in server_rules.containers(pod):

@@ -1,6 +1,6 @@
 """What a Kubernetes API server, or JobSet's webhook, refuses although the schema allows it.
 
-The rules restate Kubernetes' validation (pkg/apis/*/validation) in our words, as far as our kinds of object can meet it.
+The rules restate Kubernetes' validation (pkg/apis/*/validation) in our words, as far as our kinds can meet it.
 """
 
 import re
