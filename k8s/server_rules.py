@@ -137,13 +137,15 @@ def jobset_targets(jobset: Manifest) -> Iterator[str]:
 def jobset_pod_names(jobset: Manifest) -> Iterator[str]:
     """<JobSet>-<job>-<job index>-<pod index> is a host name, and with 6 characters more the pod's name."""
     for job in jobset["spec"]["replicatedJobs"]:
-        numbers = f"{job.get('replicas', 1) - 1}-{job['template']['spec']['completions'] - 1}"
+        numbers = f"{job.get('replicas', 1) - 1}-{job['template']['spec'].get('completions', 1) - 1}"
         yield from _pod_name(f"{jobset['metadata']['name']}-{job['name']}-{numbers}")
 
 
 def job_pod_names(job: Manifest) -> Iterator[str]:
-    """<Job>-<pod index> is a host name, and with 6 characters more the pod's name."""
-    yield from _pod_name(f"{job['metadata']['name']}-{job['spec'].get('completions', 1) - 1}")
+    """<Job>-<pod index>, with an index, is a host name, and with 6 characters more the pod's name."""
+    spec = job["spec"]
+    index = f"-{spec['completions'] - 1}" if spec.get("completionMode") == "Indexed" and "completions" in spec else ""
+    yield from _pod_name(f"{job['metadata']['name']}{index}")
 
 
 def _pod_name(host: str) -> Iterator[str]:
@@ -212,10 +214,11 @@ def pod_failure_policy(job: Manifest) -> Iterator[str]:
             continue
         if codes.get("containerName") is not None and codes["containerName"] not in known:
             yield f"podFailurePolicy: there is no container {codes['containerName']}"
-        if codes["operator"] == "In" and 0 in codes["values"]:
+        values = codes.get("values", [])
+        if codes.get("operator") == "In" and 0 in values:
             yield "podFailurePolicy: exit code 0 is no failure"
-        if sorted(set(codes["values"])) != codes["values"]:
-            yield f"podFailurePolicy: exit codes {codes['values']} must be in order, and each once"
+        if sorted(set(values)) != values:
+            yield f"podFailurePolicy: exit codes {values} must be in order, and each once"
 
 
 # Pods: a PodSpec
