@@ -61,9 +61,7 @@ def render(tmp_path_factory):
     def render(deployment, chart=main.JOB):
         files = main.write(deployment, tmp_path_factory.mktemp("manifests") / "out", chart=chart)
         documents = [
-            document
-            for file in files
-            for document in yaml.load_all(file.read_text(), Loader=yaml.CSafeLoader)
+            document for file in files for document in yaml.load_all(file.read_text(), Loader=yaml.CSafeLoader)
         ]
         return Manifests(deployment, documents)
 

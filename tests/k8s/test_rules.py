@@ -60,7 +60,13 @@ BREACHES = [
     # The 23 classes that only a server catches.
     (server_rules.restart_policy, "JobSet", (*POD, "restartPolicy"), "never", "restartPolicy never must be"),
     (server_rules.restart_policy, "JobSet", (*POD, "restartPolicy"), "Always", "restartPolicy Always must be"),
-    (server_rules.restart_policy, "JobSet", (*POD, "restartPolicy"), "OnFailure", "podFailurePolicy needs restartPolicy"),
+    (
+        server_rules.restart_policy,
+        "JobSet",
+        (*POD, "restartPolicy"),
+        "OnFailure",
+        "podFailurePolicy needs restartPolicy",
+    ),
     (server_rules.devices, "JobSet", (*LIMITS, "nvidia.com/gpu"), REMOVED, "nvidia.com/gpu: request 8 and limit None"),
     (server_rules.devices, "JobSet", (*LIMITS, "nvidia.com/gpu"), 4, "nvidia.com/gpu: request 8 and limit 4"),
     (server_rules.devices, "JobSet", (*LIMITS, "vpc.amazonaws.com/efa"), "500m", "500m must be a whole number"),
@@ -128,7 +134,13 @@ BREACHES = [
     # More of a server's.
     (server_rules.claim_asks_for_storage, "PersistentVolumeClaim", ("spec", "accessModes"), [], "and accessModes"),
     (server_rules.priority_class, "PriorityClass", ("value",), 2_000_000_000, "kept for the system"),
-    (server_rules.jobset_targets, "JobSet", ("spec", "replicatedJobs", 1, "dependsOn", 0, "name"), "worker", "before it"),
+    (
+        server_rules.jobset_targets,
+        "JobSet",
+        ("spec", "replicatedJobs", 1, "dependsOn", 0, "name"),
+        "worker",
+        "before it",
+    ),
     (
         server_rules.jobset_targets,
         "JobSet",

@@ -1,4 +1,4 @@
-"""Every object of every deployment, shape and chart against strict schemas of four Kubernetes versions, and the rules."""
+"""Every object of every deployment, shape and chart against the rules and four Kubernetes versions' strict schemas."""
 
 import copy
 import functools
@@ -33,7 +33,9 @@ def check(document, version="1.36"):
     jsonschema.validate(document, schema)
     if document["kind"] == "JobSet":
         for job in document["spec"]["replicatedJobs"]:
-            check({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}, version)
+            check(
+                {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}, version
+            )
 
 
 @functools.cache
