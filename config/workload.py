@@ -59,7 +59,7 @@ def refusal(name: str, among: dict[str, str] = HARMFUL_ENVIRONMENT | OWNED_ENVIR
 
 
 def _check_environment(environment: dict[str, str]) -> dict[str, str]:
-    for name in environment:
+    for name, value in environment.items():
         if (reason := refusal(name)) is not None:
             raise ValueError(f"{name} is refused: {reason}; remove it")
         if _SECRET.search(name):
@@ -68,6 +68,8 @@ def _check_environment(environment: dict[str, str]) -> dict[str, str]:
             raise ValueError(
                 f"{name} is not on the allow-list; a variable begins with one of {', '.join(ALLOWED_ENVIRONMENT)}"
             )
+        if not value.isprintable():
+            raise ValueError(f"{name}: {value!r} has control characters; remove them")
     return environment
 
 

@@ -150,6 +150,12 @@ def test_a_secret_does_not_belong_into_a_manifest(name):
         job(environment={name: "x"})
 
 
+@pytest.mark.parametrize("value", ["a\nb", "\x80", "\0"])
+def test_control_characters_in_a_value_are_refused(value):
+    with pytest.raises(ValidationError, match="NCCL_DEBUG: .* has control characters"):
+        job(environment={"NCCL_DEBUG": value})
+
+
 def test_tuning_of_the_libraries_is_allowed():
     environment = {"NCCL_DEBUG": "INFO", "FI_LOG_LEVEL": "warn", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert job(environment=environment).environment == environment
