@@ -82,3 +82,8 @@ def reference(value: Any) -> tuple[str | None, str | None]:
 def is_literal(value: Any) -> bool:
     """Whether the value is known at synth."""
     return not isinstance(value, dict) and reference(value) == (None, None)
+
+
+def number(value: Any) -> Any:
+    """An integer that is written as text, as one; CloudFormation takes both. Anything else as it is."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
