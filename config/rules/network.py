@@ -65,7 +65,8 @@ def efa_security_group(group: NodeGroup) -> Iterator[Finding]:
         if interface.get("InterfaceType") not in EFA_TYPES:
             continue
         keys = [key for item in interface.get("Groups", []) if (key := reference(item)[0])]
-        if any(open_to_itself(group.templates, key) for key in keys):
+        unknown = any(group.templates.is_unknown(item) for item in interface.get("Groups", []))
+        if unknown or any(open_to_itself(group.templates, key) for key in keys):
             continue
         known = [key for key in keys if key in group.templates.resources]
         where = group.in_template(f"NetworkInterfaces[{index}].Groups")

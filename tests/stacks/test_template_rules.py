@@ -441,6 +441,29 @@ def test_numbers_written_as_text_and_values_known_only_at_deploy_are_no_finding(
     assert template_findings(late) == []
 
 
+def test_groups_and_subnets_that_are_parameters_are_no_finding():
+    nic = {"DeviceIndex": 0, "NetworkCardIndex": 0, "InterfaceType": "efa", "Groups": {"Ref": "Groups"}}
+    metadata = {"HttpTokens": "required", "HttpPutResponseHopLimit": 2}
+    template = {
+        "Type": "AWS::EC2::LaunchTemplate",
+        "Properties": {"LaunchTemplateData": {"NetworkInterfaces": [nic], "MetadataOptions": metadata}},
+    }
+    group = {
+        "Type": "AWS::EKS::Nodegroup",
+        "Properties": {
+            "InstanceTypes": {"Ref": "Types"},
+            "Subnets": {"Ref": "Subnets"},
+            "NodeRole": {"Ref": "Role"},
+            "UpdateConfig": {"Fn::If": ["Reserved", {"Ref": "AWS::NoValue"}, {"MaxUnavailable": 1}]},
+            "LaunchTemplate": {
+                "Id": {"Ref": "Template"},
+                "Version": {"Fn::GetAtt": ["Template", "LatestVersionNumber"]},
+            },
+        },
+    }
+    assert template_findings({"mine": {"Resources": {"Template": template, "Group": group}}}) == []
+
+
 def test_a_wrong_number_written_as_text_is_found():
     findings = template_findings(lustre_template(True, PerUnitStorageThroughput="300"))
     assert [finding.path for finding in findings] == ["mine/FileSystem.LustreConfiguration.PerUnitStorageThroughput"]
