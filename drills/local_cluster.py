@@ -165,6 +165,7 @@ class Pods:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(alive, timeout=1)
+        adopt_orphans(adopt=False)  # what orphans whom from here on is not ours to reap
         if self._scratch is not None:
             self._scratch.cleanup()
 
