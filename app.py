@@ -5,9 +5,9 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aws_cdk as cdk
-from aws_cdk import cx_api
 
 from config.cluster import ClusterConfig
 from config.deployment import DeploymentConfig, load
@@ -102,17 +102,18 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     stacks = app.synth().stacks
-    _check_templates(stacks)
+    texts = {stack.id: Path(stack.template_full_path).read_text() for stack in stacks}
+    templates = {id_: json.loads(text) for id_, text in texts.items()}
+    _check_templates(templates)
     for stack in stacks:
-        template = Path(stack.template_full_path).read_text()
-        count, kib = len(json.loads(template)["Resources"]), len(template) // 1024
+        count, kib = len(templates[stack.id]["Resources"]), len(texts[stack.id]) // 1024
         print(f"{stack.stack_name}: {count} of {MAX_RESOURCES} resources, {kib} of {MAX_TEMPLATE_KIB} KiB")
 
 
-def _check_templates(stacks: list[cx_api.CloudFormationStackArtifact]) -> None:
+def _check_templates(templates: dict[str, Any]) -> None:
     """Exit with code 2 and every finding if AWS would refuse the templates (config/template_rules.py)."""
     try:
-        refuse({stack.id: json.loads(Path(stack.template_full_path).read_text()) for stack in stacks})
+        refuse(templates)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

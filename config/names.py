@@ -28,10 +28,6 @@ NODE_ROLE_SYSTEM = "system"
 GPU_RESOURCE = "nvidia.com/gpu"
 EFA_RESOURCE = "vpc.amazonaws.com/efa"
 
-# Exit codes of `python -m training.preflight`: a node is not fit, or a check could not be run.
-EXIT_PREFLIGHT_FAILED = 94
-EXIT_PREFLIGHT_NOT_RUN = 95
-
 # Where a trainer offers its metrics.
 METRICS_PORT = 9464
 METRICS_PORT_NAME = "metrics"

@@ -16,27 +16,21 @@ _SHARED = ["ReadWriteMany"]
 
 def fsx_storage_class() -> dict[str, Any]:
     """Manifest of the class of volume and claim."""
-    made = fsx_storage_class_props()
-    return kube.KubeStorageClass.manifest(
-        metadata=made.metadata,
-        provisioner=made.provisioner,
-        reclaim_policy=made.reclaim_policy,
-        volume_binding_mode=made.volume_binding_mode,
-    )
+    return kube.KubeStorageClass.manifest(**fsx_storage_class_fields())
 
 
-def fsx_storage_class_props() -> kube.KubeStorageClassProps:
+def fsx_storage_class_fields() -> dict[str, Any]:
     """A class that makes nothing: it binds claims to volumes that exist, and keeps the default provisioner away.
 
     Without it any claim in the namespace could order a file system of hundreds of dollars a month, for which the
     driver would need the right to create and delete file systems, too.
     """
-    return kube.KubeStorageClassProps(
-        metadata=kube.ObjectMeta(name=names.FSX_STORAGE_CLASS),
-        provisioner="kubernetes.io/no-provisioner",
-        reclaim_policy="Retain",
-        volume_binding_mode="Immediate",
-    )
+    return {
+        "metadata": kube.ObjectMeta(name=names.FSX_STORAGE_CLASS),
+        "provisioner": "kubernetes.io/no-provisioner",
+        "reclaim_policy": "Retain",
+        "volume_binding_mode": "Immediate",
+    }
 
 
 def fsx_volume(

@@ -52,7 +52,7 @@ def access_entries_only(templates: Templates) -> Iterator[Finding]:
                 cluster.at("AccessConfig.AuthenticationMode"), str(mode), "access entries only", "set API", _ACCESS
             )
         subnets = cluster.properties.get("ResourcesVpcConfig", {}).get("SubnetIds", [])
-        zones = {_zone(templates, subnet) for subnet in subnets}
+        zones = {templates.zone(subnet) for subnet in subnets}
         if len(zones) < 2 and not any(templates.is_unknown(subnet) for subnet in subnets):
             yield Finding(
                 cluster.at("ResourcesVpcConfig.SubnetIds"),
@@ -61,11 +61,6 @@ def access_entries_only(templates: Templates) -> Iterator[Finding]:
                 "add a subnet in a second zone",
                 _NETWORK,
             )
-
-
-def _zone(templates: Templates, subnet: Any) -> str:
-    found = templates.target(subnet)
-    return str(found.properties.get("AvailabilityZone", subnet)) if found else str(subnet)
 
 
 def repair_thresholds(group: NodeGroup) -> Iterator[Finding]:
@@ -148,10 +143,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 def charts_reach_gpu_nodes(templates: Templates) -> Iterator[Finding]:
     """Their DaemonSets tolerate the taint, and the EFA plugin stays away from nodes without EFA interfaces."""
-    for chart in templates.of_type("Custom::AWSCDK-EKS-HelmChart"):
-        name, values = _chart(chart)
-        if name not in _GPU_CHARTS or values is None:
-            continue
+    for chart, name, values in _charts(templates, *_GPU_CHARTS):
         if not any(item.get("key") == names.GPU_TAINT_KEY for item in values.get("tolerations", [])):
             yield Finding(
                 chart.at("Values.tolerations"),
@@ -165,10 +157,7 @@ def charts_reach_gpu_nodes(templates: Templates) -> Iterator[Finding]:
 def efa_plugin(templates: Templates) -> Iterator[Finding]:
     """Old charts do not know p6; on a node without EFA interfaces the plugin crashes again and again."""
     used = {group.instance_type for group in node_groups(templates) if group.has_efa}
-    for chart in templates.of_type("Custom::AWSCDK-EKS-HelmChart"):
-        name, values = _chart(chart)
-        if name != _EFA_CHART or values is None:
-            continue
+    for chart, _, values in _charts(templates, _EFA_CHART):
         given = str(chart.properties.get("Version"))
         if _version(given) < _EFA_CHART_MINIMUM:
             yield Finding(
@@ -197,11 +186,16 @@ def efa_plugin(templates: Templates) -> Iterator[Finding]:
             )
 
 
-def _chart(chart: Resource) -> tuple[str, dict[str, Any] | None]:
-    """(chart's name, its values); None where they are known only at deploy. From a mirror the name ends a path."""
-    name = str(chart.properties.get("Chart") or chart.properties.get("Release")).rpartition("/")[2]
-    values = chart.properties.get("Values", "{}")
-    return name, json.loads(values) if isinstance(values, str) else None
+def _charts(templates: Templates, *wanted: str) -> Iterator[tuple[Resource, str, dict[str, Any]]]:
+    """(release, chart's name, its values) of these charts, without those whose values are known only at deploy.
+
+    From a mirror the name ends a path.
+    """
+    for chart in templates.of_type("Custom::AWSCDK-EKS-HelmChart"):
+        name = str(chart.properties.get("Chart") or chart.properties.get("Release")).rpartition("/")[2]
+        values = chart.properties.get("Values", "{}")
+        if name in wanted and isinstance(values, str):
+            yield chart, name, json.loads(values)
 
 
 def pod_identity_trust(templates: Templates) -> Iterator[Finding]:

@@ -197,8 +197,8 @@ def beside_the_gpu_nodes(fs: FileSystem) -> Iterator[Finding]:
     """One subnet, and that of the EFA nodes: over EFA only the same zone reaches it, else each byte is billed."""
     subnets = fs.resource.properties.get("SubnetIds", [])
     wanted = [s for g in node_groups(fs.templates) if g.has_efa for s in g.group.properties.get("Subnets", [])]
-    zones = {_zone(fs.templates, subnet) for subnet in subnets}
-    if len(subnets) != 1 or (wanted and not zones & {_zone(fs.templates, subnet) for subnet in wanted}):
+    zones = {fs.templates.zone(subnet) for subnet in subnets}
+    if len(subnets) != 1 or (wanted and not zones & {fs.templates.zone(subnet) for subnet in wanted}):
         yield Finding(
             fs.resource.at("SubnetIds"),
             ", ".join(map(str, subnets)),
@@ -206,12 +206,6 @@ def beside_the_gpu_nodes(fs: FileSystem) -> Iterator[Finding]:
             "name the GPU nodes' subnet",
             _ONE_ZONE,
         )
-
-
-def _zone(templates: Templates, subnet: Any) -> str:
-    """The zone where it is known, else the subnet itself."""
-    found = templates.target(subnet)
-    return str(found.properties.get("AvailabilityZone", subnet)) if found else str(subnet)
 
 
 def security_group(fs: FileSystem) -> Iterator[Finding]:

@@ -60,6 +60,11 @@ class Templates:
         key, _ = reference(value)
         return None if key is None else self.resources.get(key)
 
+    def zone(self, subnet: Any) -> str:
+        """A subnet's zone where it is known, else the subnet itself."""
+        found = self.target(subnet)
+        return str(found.properties.get("AvailabilityZone", subnet)) if found else str(subnet)
+
     def is_unknown(self, value: Any) -> bool:
         """Whether the value comes from outside these templates: a parameter, or another stack's export."""
         key, _ = reference(value)

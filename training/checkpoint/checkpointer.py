@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from training.checkpoint import durable
-from training.checkpoint.layout import layouts_of
+from training.checkpoint.layout import TensorLayout, layouts_of
 from training.checkpoint.local import LocalTier
 from training.checkpoint.restorer import CheckpointError, Restored, Restorer
 from training.checkpoint.saver import Save, Saver, wait_for
+from training.checkpoint.staging import Buffer
 from training.checkpoint.state import Tensors
 from training.checkpoint.writer import Written, plan_writes
 from training.config import CheckpointConfig
@@ -128,7 +130,7 @@ class Checkpointer:
                 self.outcome.failed.append({"step": step, "reason": "skipped, the save before it is not written yet"})
                 to_durable = False
         to_local = to_local and self._replicating is None
-        buffer = self._saver.buffers(self._ping).free()
+        buffer = self._saver.buffers(self._ping).free(read=self._read())
         if buffer is None or not (to_durable or to_local or to_memory):
             return
         full = {"world_size": self._world_size, **manifest}
@@ -137,11 +139,19 @@ class Checkpointer:
         if to_durable:
             self._write(save)
         if to_local and self._local is not None:
-            save.buffer.busy = True
-            self._saver.replicate(save, self._local, layouts_of(self._live | self._moment()))
+            self._saver.replicate(save, self._local, self._layouts)
             self._replicating = save
         if config.mode == "sync":
             self.wait()
+
+    def _read(self) -> list[Buffer]:
+        """Buffers that the writer process or a replication still reads."""
+        return [save.buffer for save in (self._saver.in_flight, self._replicating) if save is not None]
+
+    @cached_property
+    def _layouts(self) -> dict[str, TensorLayout]:
+        """Of every tensor; the same all through an attempt."""
+        return layouts_of(self._live | self._moment())
 
     @staticmethod
     def _due(step: int, interval: int) -> bool:
@@ -150,7 +160,6 @@ class Checkpointer:
     def _write(self, save: Save) -> None:
         self._saves += 1
         path = durable.writing_path(self._directory, save.step, f"{self._attempt}-{self._saves}")
-        save.buffer.busy = True
         self._saver.write(save, path, timeout_seconds=self._config.save_timeout_seconds)
         self._saver.in_flight = save
 
@@ -205,7 +214,7 @@ class Checkpointer:
             return _FAILED
         if save.committed is not None:
             return _GOING_ON if not save.committed.done() else _FAILED if save.committed.exception() else _DONE
-        return _DONE if save.written.done() or save.gathered else _GOING_ON
+        return _DONE if save.written.done() else _GOING_ON
 
     def _local_progress(self) -> int:
         save = self._replicating
@@ -218,15 +227,18 @@ class Checkpointer:
         assert save is not None
         assert save.local is not None
         error = save.local.exception()
-        reasons: list[Any] = [None] * self._world_size
-        dist.all_gather_object(reasons, None if error is None else str(error) or type(error).__name__)
-        found = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-        if found:  # the durable tier stands behind it: training goes on
-            self.outcome.failed.append({"step": save.step, "reason": f"local copy: {'; '.join(found)}"})
+        text = self._agreed_reasons(None if error is None else str(error) or type(error).__name__)
+        if text:  # the durable tier stands behind it: training goes on
+            self.outcome.failed.append({"step": save.step, "reason": f"local copy: {text}"})
         else:
             self.outcome.replicated.append(save.step)
         self._replicating = None
-        save.buffer.busy = self._saver.in_flight is not None and self._saver.in_flight.buffer is save.buffer
+
+    def _agreed_reasons(self, reason: str | None) -> str:
+        """What went wrong, rank by rank; empty when nothing did."""
+        reasons: list[Any] = [None] * self._world_size
+        dist.all_gather_object(reasons, reason)
+        return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
 
     def _advance(self, save: Save) -> None:
         """Every rank has written: rank 0 commits behind the training; when it has, the save is done."""
@@ -239,7 +251,7 @@ class Checkpointer:
             return
         size = torch.tensor([save.committed.result()], dtype=torch.int64)
         dist.broadcast(size, src=0)
-        self._release(save)
+        self._saver.in_flight = None
         self._saver.failed_saves = 0
         self._last_committed = save.step
         self.outcome.committed.append({"step": save.step, "started_t": save.started_t, "size_bytes": int(size)})
@@ -266,23 +278,16 @@ class Checkpointer:
         )
         return size
 
-    def _release(self, save: Save) -> None:
-        self._saver.in_flight = None
-        save.buffer.busy = self._replicating is not None and self._replicating.buffer is save.buffer
-
     def _fail(self, save: Save) -> None:
         """A rank could not write, or rank 0 not commit: the save is lost on every rank, its worker replaced."""
         error = save.committed.exception() if save.committed is not None and save.committed.done() else None
         reason = self._saver.problem(save, timeout_seconds=self._config.save_timeout_seconds)
-        reasons: list[Any] = [None] * self._world_size
-        dist.all_gather_object(reasons, str(error) if error is not None else reason)
-        text = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+        text = self._agreed_reasons(str(error) if error is not None else reason)
         assert save.written is not None
         if save.written.done():  # the worker has said so itself, or is replaced at the next save
-            self._release(save)
+            self._saver.in_flight = None
         else:
             self._saver.abandon()
-            self._release(save)
         self._saver.failed_saves += 1
         self.outcome.failed.append({"step": save.step, "reason": text})
         if self._saver.failed_saves >= self._config.max_failed_saves:

@@ -178,30 +178,24 @@ def damage(path: Path, manifest: dict[str, Any], names: Iterable[str] | None = N
     return [line for line in lines if line is not None]
 
 
-def _damage_of(path: Path, expected: FileSum) -> str | None:
+def wrong_sizes(path: Path, manifest: dict[str, Any]) -> list[str]:
+    """Files of the checkpoint at `path` that are missing or of another size: one line each, without reading them."""
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    lines = (_damage_of(path / name, FileSum(**files[name]), read=False) for name in sorted(files))
+    return [line for line in lines if line is not None]
+
+
+def _damage_of(path: Path, expected: FileSum, *, read: bool = True) -> str | None:
     try:
-        found = sum_file(path)
+        size = path.stat().st_size
+        if size != expected.size:
+            return f"{path} is damaged: it has {size} bytes, {expected.size} were written"
+        sound = not read or sum_file(path) == expected
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
-    if found.size != expected.size:
-        return f"{path} is damaged: it has {found.size} bytes, {expected.size} were written"
-    return None if found == expected else f"{path} is damaged: its checksum is not the one that was written"
-
-
-def wrong_sizes(path: Path, manifest: dict[str, Any]) -> list[str]:
-    """Files of the checkpoint at `path` that are missing or of another size: one line each, without reading them."""
-    lines = []
-    for name, expected in sorted(manifest["files"].items()):
-        found = (path / name).stat().st_size if (path / name).exists() else None
-        if found != expected["size"]:
-            lines.append(
-                f"{path / name} is missing"
-                if found is None
-                else f"{path / name} is damaged: it has {found} bytes, {expected['size']} were written"
-            )
-    return lines
+    return None if sound else f"{path} is damaged: its checksum is not the one that was written"
 
 
 def foreign_files(path: Path, manifest: dict[str, Any]) -> list[str]:

@@ -98,9 +98,12 @@ class Restorer:
             steps, tracked = durable.committed_steps(self._directory), durable.tracked_step(self._directory)
             return steps, durable.run_id(self._directory, fresh=not steps and tracked is None), tracked
 
-        return self._on_rank_0(look)
+        answer, problem = self._on_rank_0(look)
+        if problem is not None:
+            raise CheckpointError(problem)
+        return answer
 
-    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+    def _on_rank_0(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
         """One rank does it and tells all, its failure too: listings of a shared volume may differ between hosts."""
         answer: list[Any] = [None, None]
         if self._rank == 0:
@@ -109,9 +112,7 @@ class Restorer:
             except (OSError, ValueError) as error:
                 answer[1] = str(error)
         dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-        if answer[1] is not None:
-            raise CheckpointError(answer[1])
-        return answer[0]
+        return answer[0], answer[1]
 
     def _connect_local_tier(self, run_id: str) -> None:
         settings = self._config.local
@@ -188,7 +189,7 @@ class Restorer:
 
     def _from_durable(self, step: int, check: Callable[..., None]) -> tuple[dict[str, Any], Tensors | None]:
         path = durable.checkpoint_path(self._directory, step)
-        manifest, problem = self._agreed_manifest(path)
+        manifest, problem = self._on_rank_0(lambda: durable.read_manifest(path))
         if problem is None:
             check(manifest)
             moment = self._moment() if manifest["world_size"] == self._world_size else {}
@@ -198,16 +199,6 @@ class Restorer:
         if self._rank == 0:
             durable.set_aside(self._directory, step)
         raise durable.DamagedCheckpointError(problem)
-
-    def _agreed_manifest(self, path: Path) -> tuple[dict[str, Any], str | None]:
-        answer: list[Any] = [{}, None]
-        if self._rank == 0:
-            try:
-                answer[0] = durable.read_manifest(path)
-            except durable.DamagedCheckpointError as error:
-                answer[1] = str(error)
-        dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-        return answer[0], answer[1]
 
     def _load_verified(self, path: Path, manifest: dict[str, Any], state: Tensors) -> str | None:
         """Load while the checksums are verified beside it, each rank its share; what is wrong, on every rank alike."""
@@ -233,6 +224,3 @@ class Restorer:
         save = self._saver.in_flight
         if save is not None and (adopted is None or adopted[0] != restored.step):
             self._saver.abandon()
-        if self._saver.has_buffers:
-            for buffer in self._saver.buffers().buffers:
-                buffer.busy = self._saver.in_flight is not None and self._saver.in_flight.buffer is buffer

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,6 @@ class Save:
     written: "Future[Written] | None" = None
     local: "Future[int] | None" = None
     committed: "Future[int] | None" = None
-    gathered: list[Written] = field(default_factory=list)
 
 
 class Saver:
@@ -68,11 +67,6 @@ class Saver:
             self._buffers = self._copying.submit(lambda: StagingBuffers(parts, device=self._device))
         # In a thread that stays: the kernel ends the worker with the thread that started it (training/lifetime.py).
         self._writing.submit(self.writer.start)
-
-    @property
-    def has_buffers(self) -> bool:
-        """Whether `prepare` has been called."""
-        return self._buffers is not None
 
     def buffers(self, ping: Callable[[], None] = lambda: None) -> StagingBuffers:
         """The staging buffers, once they are allocated."""

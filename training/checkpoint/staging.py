@@ -6,7 +6,7 @@ the files that the writer process writes; the other takes the next copy.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +41,11 @@ def tensors_in(block: torch.Tensor, places: Mapping[str, Place]) -> Tensors:
     }
 
 
-@dataclass
+@dataclass(eq=False)  # a buffer equals itself only
 class Buffer:
     """One copy of a rank's tensors, by name, in one block of shared memory.
 
-    `step` is the step whose values it holds, None while they are incomplete; `busy` while the writer process or a
-    replication still reads it.
+    `step` is the step whose values it holds, None while they are incomplete.
     """
 
     block: torch.Tensor
@@ -54,7 +53,6 @@ class Buffer:
     tensors: Tensors
     step: int | None = None
     manifest: dict[str, Any] = field(default_factory=dict)
-    busy: bool = False
 
 
 class StagingBuffers:
@@ -82,18 +80,13 @@ class StagingBuffers:
             offset += _aligned(part.nbytes)
         return Buffer(block, places, tensors_in(block, places))
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of one copy."""
-        return self.buffers[0].block.nbytes
-
     def holding(self, step: int) -> Buffer | None:
         """The buffer with a complete copy of `step`."""
         return next((buffer for buffer in self.buffers if buffer.step == step), None)
 
-    def free(self) -> Buffer | None:
-        """The buffer for the next copy: one that nobody reads, the older before the newer; None when both are busy."""
-        idle = [buffer for buffer in self.buffers if not buffer.busy]
+    def free(self, *, read: Collection[Buffer]) -> Buffer | None:
+        """The buffer for the next copy: not in `read`, the older before the newer; None when both are being read."""
+        idle = [buffer for buffer in self.buffers if buffer not in read]
         return min(idle, key=lambda buffer: -1 if buffer.step is None else buffer.step, default=None)
 
     def mark(self) -> Any:

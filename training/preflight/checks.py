@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-NVRX_VERSION = "0.7.0"
-# NCCL that crashes when a communicator is aborted, as in-process restart does (NVRx 0.5.0 release notes).
-_NCCL_BROKEN = ((2, 28, 3), (2, 28, 8))
+from training.self_test import NCCL_BROKEN
+from training.train import NVRX_VERSION
+
 _MIB = 1 << 20
 _COMMAND_SECONDS = 60
 _BLOCK = 4 * _MIB
@@ -197,7 +197,7 @@ def versions(*, driver: str | None) -> Check:
     }
     if values["nvrx"] != NVRX_VERSION:
         return failed("versions", f"nvidia-resiliency-ext {values['nvrx']}, {NVRX_VERSION} is needed", **values)
-    if nccl and _NCCL_BROKEN[0] <= nccl <= _NCCL_BROKEN[1]:
+    if nccl and NCCL_BROKEN[0] <= nccl <= NCCL_BROKEN[1]:
         return failed("versions", f"NCCL {values['nccl']} crashes on abort (2.28.3 to 2.28.8); take another", **values)
     return passed("versions", ", ".join(f"{name} {value}" for name, value in values.items() if value), **values)
 

@@ -1,6 +1,7 @@
 """Saves and restores over the tiers, with real ranks, the real NVRx writer process, real files and real kills."""
 
 import errno
+import functools
 import os
 import resource
 import shutil
@@ -469,3 +470,31 @@ if __name__ == "__main__":
     pid = int(killed.stdout)
     _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
     assert alive == []
+
+
+def restore_from_local(rank: int, directory: Path, *, strided: bool) -> list:
+    local = {"directory": str(directory.parent / "local"), "interval_steps": 1, "replicas": 1}
+    settings = {"interval_steps": 3, "memory": False, "local": local}
+    attempt = Attempt(directory, rank, **settings)
+    attempt.restore()
+    while attempt.step < 4:
+        attempt.train_to(attempt.step + 1)
+        while attempt.checkpointer._replicating is not None:
+            attempt.checkpointer.poll()
+    attempt.checkpointer.close()
+    again = Attempt(directory, rank, saver=attempt.saver, name="0-1", **settings)
+    if strided:  # as on a GPU, the files can't be read straight into the live tensors
+        again.live[f"w{rank}"] = torch.zeros(2000)[::2]
+    restored = again.checkpointer.restore(lambda _manifest: None)
+    mislabelled = [step for step, buffer in again.saver.staged().items() if buffer.tensors["shared"][0].item() != step]
+    outcome = [restored.step, restored.tier, again.holds(4), restored.moment[f"random{rank}"].tolist(), mislabelled]
+    again.close()
+    return outcome
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_newer_local_copy_is_restored_and_no_staged_copy_is_labelled_with_another_step(run_ranks, tmp_path, strided):
+    function = functools.partial(restore_from_local, strided=strided)
+    for rank, outcome in enumerate(run_ranks(function, tmp_path / "checkpoints")):
+        assert outcome == [4, "local", True, [4, rank], []]
+    assert committed_steps(tmp_path / "checkpoints") == [3]
