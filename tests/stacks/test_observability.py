@@ -165,3 +165,11 @@ def test_a_missing_gpu_and_an_xid_error_reach_the_topic(prometheus, only):
 def test_prometheus_without_dcgm_exporter_has_nothing_to_read(deployment_with):
     with pytest.raises(ValidationError, match="reads the GPUs from dcgm-exporter; set addons.dcgm_exporter to true"):
         deployment_with(cluster={"observability": {"metrics": "prometheus"}, "addons": {"dcgm_exporter": False}})
+
+
+def test_a_budget_where_cloudformation_makes_none_is_one_line(deployment_with):
+    place = {"region": "eu-north-1", "availability_zone": "eu-north-1a", "second_availability_zone": "eu-north-1b"}
+    with pytest.raises(ValidationError) as caught:
+        deployment_with(cluster=place | {"observability": {"alarm_email": MAIL, "monthly_budget_usd": 100}})
+    (line,) = describe_errors(caught.value).splitlines()
+    assert "observability.monthly_budget_usd 100: CloudFormation makes no budget in eu-north-1; leave it out" in line
