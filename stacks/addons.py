@@ -124,6 +124,7 @@ def helm_releases(config: ClusterConfig) -> tuple[HelmRelease, ...]:
     releases = [NVIDIA_DEVICE_PLUGIN, _efa_device_plugin(config), JOBSET]
     releases += [DCGM_EXPORTER] if config.addons.dcgm_exporter else []
     releases += [KUEUE] if config.addons.kueue else []
+    releases += [KUBE_STATE_METRICS] if config.observability.metrics == "prometheus" else []
     mirror = config.network.mirror_registry
     return tuple(releases if mirror is None else [_mirrored(release, mirror) for release in releases])
 
@@ -202,6 +203,23 @@ KUEUE = HelmRelease(
     image="registry.k8s.io/kueue/kueue",
     image_path=("controllerManager", "manager", "image", "repository"),
     values={"controllerManager": {"nodeSelector": {names.NODE_ROLE_LABEL: names.NODE_ROLE_SYSTEM}}},
+)
+
+# What Kubernetes knows of nodes and pods, as metrics: allocatable GPUs and the monitoring agent's conditions, for the
+# alerts in stacks/prometheus.py. The annotations are what the scraper looks for.
+KUBE_STATE_METRICS = HelmRelease(
+    "KubeStateMetrics",
+    chart="kube-state-metrics",
+    repository="https://prometheus-community.github.io/helm-charts",
+    version="7.5.1",
+    namespace="kube-system",
+    image="registry.k8s.io/kube-state-metrics/kube-state-metrics",
+    registry_apart=True,
+    values={
+        "collectors": ["nodes", "pods", "jobs"],
+        "nodeSelector": {names.NODE_ROLE_LABEL: names.NODE_ROLE_SYSTEM},
+        "podAnnotations": {"prometheus.io/scrape": "true", "prometheus.io/port": "8080"},
+    },
 )
 
 
