@@ -20,6 +20,23 @@ from config.instances import INSTANCE_TYPES
 GPU_TOLERATION = {"key": names.GPU_TAINT_KEY, "operator": "Exists", "effect": "NoSchedule"}
 
 
+# On every file system that the driver makes (aws-fsx-csi-driver, pkg/cloud: VolumeNameTagKey).
+FSX_DRIVER_TAG = "CSIVolumeName"
+
+
+@dataclass(frozen=True)
+class Permission:
+    """Actions on everything, or on what carries a tag: the condition key without the tag, and the tag."""
+
+    actions: tuple[str, ...]
+    tag: tuple[str, str] | None = None
+
+    def statement(self) -> iam.PolicyStatement:
+        """The IAM statement that allows it."""
+        conditions = None if self.tag is None else {"StringLike": {"/".join(self.tag): "*"}}
+        return iam.PolicyStatement(actions=list(self.actions), resources=["*"], conditions=conditions)
+
+
 @dataclass(frozen=True)
 class ManagedAddon:
     """An EKS add-on. `permissions`: what its service account may do through EKS Pod Identity."""
@@ -30,7 +47,7 @@ class ManagedAddon:
     before_nodes: bool
     service_account: str | None = None
     managed_policy: str | None = None
-    actions: tuple[str, ...] = ()
+    permissions: tuple[Permission, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
 
 
@@ -51,14 +68,18 @@ MANAGED_ADDONS: tuple[ManagedAddon, ...] = (
     ManagedAddon("PodIdentityAgent", "eks-pod-identity-agent", "v1.3.10-eksbuild.3", before_nodes=True),
     # Deployments: an add-on whose pods have no node stays "creating" until CloudFormation gives up.
     ManagedAddon("CoreDns", "coredns", "v1.14.3-eksbuild.23", before_nodes=False),
-    # The volume exists already, so the controller only ever describes it: no AmazonFSxFullAccess.
+    # No AmazonFSxFullAccess: it makes file systems that carry the driver's tag and touches no other, ours among them.
     ManagedAddon(
         "FsxCsiDriver",
         "aws-fsx-csi-driver",
         "v1.9.0-eksbuild.1",
         before_nodes=False,
         service_account="fsx-csi-controller-sa",
-        actions=("fsx:DescribeFileSystems",),
+        permissions=(
+            Permission(("fsx:DescribeFileSystems",)),
+            Permission(("fsx:CreateFileSystem", "fsx:TagResource"), tag=("aws:RequestTag", FSX_DRIVER_TAG)),
+            Permission(("fsx:DeleteFileSystem", "fsx:UpdateFileSystem"), tag=("aws:ResourceTag", FSX_DRIVER_TAG)),
+        ),
     ),
     # Sees Xid errors and the like and sets the node conditions that node repair acts on.
     ManagedAddon(
@@ -290,14 +311,14 @@ class ManagedAddons(Construct):
 
     def _role(self, addon: ManagedAddon) -> iam.Role:
         principal = iam.ServicePrincipal("pods.eks.amazonaws.com")
-        statement = iam.PolicyStatement(actions=list(addon.actions), resources=["*"])
+        policy = iam.PolicyDocument(statements=[permission.statement() for permission in addon.permissions])
         role = iam.Role(
             self,
             f"{addon.id_}Role",
             # Pod Identity tags its sessions: without the second action every assume fails.
             assumed_by=iam.SessionTagsPrincipal(principal),  # pyright: ignore[reportArgumentType]
             description=f"Pod Identity of the add-on {addon.name}",
-            inline_policies={"addon": iam.PolicyDocument(statements=[statement])} if addon.actions else None,
+            inline_policies={"addon": policy} if addon.permissions else None,
         )
         if addon.managed_policy is not None:
             role.add_managed_policy(iam.ManagedPolicy.from_aws_managed_policy_name(addon.managed_policy))
