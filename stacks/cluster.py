@@ -7,6 +7,7 @@ from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_eks_v2 as eks
 from aws_cdk import aws_iam as iam
 from aws_cdk import aws_kms as kms
+from aws_cdk import aws_logs as logs
 from aws_cdk.lambda_layer_kubectl_v36 import KubectlV36Layer
 from constructs import Construct
 
@@ -78,6 +79,8 @@ class ClusterStack(cdk.Stack):
             network=network,
             file_system=storage.file_system,
         )
+        # Of the kubectl provider's functions: by itself the library keeps them for two years after the stack is gone.
+        cdk.RemovalPolicies.of(self).destroy(apply_to_resource_types=[logs.CfnLogGroup.CFN_RESOURCE_TYPE_NAME])
         self._outputs(admin_role, gpu)
 
     def _admin_role(self) -> iam.Role:

@@ -335,6 +335,12 @@ def test_settings_of_the_file_system_reach_the_class_as_text_and_efa_does_not(sy
     assert "efaEnabled" not in parameters, "the driver rounds capacity to steps that EFA's file systems don't have"
 
 
+def test_no_log_of_the_librarys_own_functions_outlives_the_stack(cluster):
+    groups = cluster.find_resources("AWS::Logs::LogGroup")
+    assert groups
+    assert {group["DeletionPolicy"] for group in groups.values()} == {"Delete"}
+
+
 @pytest.mark.parametrize(
     ("stack", "output"),
     [
