@@ -234,7 +234,7 @@ class NetworkConfig(Config):
 
 
 class AddonsConfig(Config):
-    """What is installed beside the necessary; versions stand in stacks/addons.py."""
+    """What is installed beside the necessary; versions stand in stacks/helm_releases.py."""
 
     dcgm_exporter: bool = Field(default=True, description="GPU metrics for Prometheus, the Xid counter among them")
     kueue: bool = Field(default=False, description="queues for several teams' jobs; one job alone needs none")

@@ -175,14 +175,17 @@ _XIDS_OF_PROGRAMS = (13, 31, 43, 45)
 
 
 def alerts(config: ClusterConfig, job: JobConfig) -> dict[str, Any]:
-    """The alarms that CloudWatch has (stacks/observability.py), from kube-state-metrics, and Xids from dcgm-exporter.
-
-    Allocatable, so that a GPU which the device plugin marks unhealthy counts too; Container Insights has capacity only.
-    """
+    """The alarms that CloudWatch has (stacks/observability.py), from kube-state-metrics, and Xids of dcgm-exporter."""
     assert job.instance is not None, "DeploymentConfig asks for it where there is a cluster"
-    gpus = job.instance.gpu_count
+    rules = _faults(job.instance.gpu_count)
+    if not isinstance(config.capacity, CapacityBlock):  # Its nodes come and go with the block; that is no fault.
+        rules += _absences(job.pod_count + config.system_nodes.node_count)
+    return {"groups": [{"name": "training", "rules": rules}]}
+
+
+def _faults(gpus: int) -> list[dict[str, Any]]:
     own = " or ".join(f"DCGM_FI_DEV_XID_ERRORS == {xid}" for xid in _XIDS_OF_PROGRAMS)
-    rules = [
+    return [
         _alert(
             "NodeUnhealthy",
             # Every condition whose name ends like this is good when true: the kubelet's, and the monitoring agent's,
@@ -193,6 +196,7 @@ def alerts(config: ClusterConfig, job: JobConfig) -> dict[str, Any]:
         ),
         _alert(
             "GpusPerNode",
+            # So that a GPU which the device plugin marks unhealthy counts too; Container Insights has capacity only.
             f'kube_node_status_allocatable{{resource="nvidia_com_gpu"}} < {gpus}',
             10,
             f"{{{{ $labels.node }}}} has {{{{ $value }}}} of {gpus} GPUs to give",
@@ -204,19 +208,15 @@ def alerts(config: ClusterConfig, job: JobConfig) -> dict[str, Any]:
             "{{ $labels.node }}: GPU {{ $labels.gpu }} reports Xid {{ $value }}",
         ),
     ]
-    if not isinstance(config.capacity, CapacityBlock):  # Its nodes come and go with the block; that is no fault.
-        count = job.pod_count + config.system_nodes.node_count
-        # Absent metrics, of all nodes or of all GPUs, are no number below any other.
-        rules += [
-            _alert(
-                "Nodes",
-                f"count(kube_node_info) < {count} or absent(kube_node_info)",
-                15,
-                f"fewer nodes than the deployment's {count}",
-            ),
-            _alert("GpuMetricsMissing", "absent(DCGM_FI_DEV_GPU_TEMP)", 15, "no GPU node reports to dcgm-exporter"),
-        ]
-    return {"groups": [{"name": "training", "rules": rules}]}
+
+
+def _absences(nodes: int) -> list[dict[str, Any]]:
+    """Metrics that are not there at all are no number below any other: hence `absent`."""
+    fewer = f"count(kube_node_info) < {nodes} or absent(kube_node_info)"
+    return [
+        _alert("Nodes", fewer, 15, f"fewer nodes than the deployment's {nodes}"),
+        _alert("GpuMetricsMissing", "absent(DCGM_FI_DEV_GPU_TEMP)", 15, "no GPU node reports to dcgm-exporter"),
+    ]
 
 
 def _alert(name: str, expr: str, minutes: int, summary: str) -> dict[str, Any]:
