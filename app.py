@@ -9,6 +9,7 @@ from pathlib import Path
 import aws_cdk as cdk
 from aws_cdk import cx_api
 
+from config.cluster import ClusterConfig
 from config.deployment import DeploymentConfig, load
 from config.template_rules import refuse
 from stacks.cluster import ClusterStack
@@ -41,17 +42,7 @@ def build(app: cdk.App, deployment: DeploymentConfig) -> Stacks:
     Raises:
         ValueError: the deployment has no cluster section, or its name can't begin a stack's name.
     """
-    config = deployment.cluster
-    if config is None:
-        raise ValueError(
-            f"deployment {deployment.name} has no cluster section, so there is nothing to build on AWS; "
-            "add one (see deployments/p5-2node.yaml) or choose another deployment with -c deployment=NAME"
-        )
-    if not re.fullmatch(r"[A-Za-z][-A-Za-z0-9]{0,99}", deployment.name):
-        raise ValueError(
-            f"deployment {deployment.name!r} can't begin a stack's name (letters, digits and hyphens, a letter first); "
-            "rename the file"
-        )
+    config = _buildable(deployment)
     # The region is fixed and the account is not: zones are named in the file, and whoever deploys owns the account.
     env = cdk.Environment(region=config.region)
     cdk.Tags.of(app).add("deployment", deployment.name)
@@ -83,6 +74,21 @@ def build(app: cdk.App, deployment: DeploymentConfig) -> Stacks:
         stack_name=f"{deployment.name}-observability",
     )
     return Stacks(network, storage, image, cluster, observability)
+
+
+def _buildable(deployment: DeploymentConfig) -> ClusterConfig:
+    config = deployment.cluster
+    if config is None:
+        raise ValueError(
+            f"deployment {deployment.name} has no cluster section, so there is nothing to build on AWS; "
+            "add one (see deployments/p5-2node.yaml) or choose another deployment with -c deployment=NAME"
+        )
+    if not re.fullmatch(r"[A-Za-z][-A-Za-z0-9]{0,99}", deployment.name):
+        raise ValueError(
+            f"deployment {deployment.name!r} can't begin a stack's name (letters, digits and hyphens, a letter first); "
+            "rename the file"
+        )
+    return config
 
 
 def main() -> None:

@@ -1,7 +1,10 @@
 """What AWS or Kubernetes would refuse in a deployment file, all of it at once: `python -m config.check FILE [--json]`.
 
-Exit code 0: clean; 1: findings; 2: the file can't be read. Starts no CDK, so it takes a second at most; the rules on
-synthesized templates (config/template_rules.py) run with every synth.
+With --template the files are CloudFormation templates of one deployment (JSON), also of others' making: the rules that
+run with every synth (config/template_rules.py) look at them.
+
+Exit code 0: clean; 1: findings; 2: a file can't be read. Starts no CDK, so it takes a second at most. --json prints a
+list of {path, value, rule, fix, source}, all of them text, in the order of the readable form.
 """
 
 import argparse
@@ -18,6 +21,7 @@ from pydantic import ValidationError
 
 from config.deployment import DeploymentConfig, read
 from config.finding import Finding
+from config.template_rules import template_findings
 
 _ROUNDS = 25  # far more than a file has layers of errors
 
@@ -225,22 +229,40 @@ def _mend(document: dict[str, Any], path: str, mended: set[str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="config.check", description="find what AWS or Kubernetes would refuse")
-    parser.add_argument("file", type=Path, help="deployment file")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="deployment file")
+    parser.add_argument("--template", action="store_true", help="the files are CloudFormation templates (JSON)")
     parser.add_argument("--json", action="store_true", help="a list of {path, value, rule, fix, source} on stdout")
     arguments = parser.parse_args(argv)
+    files: list[Path] = arguments.files
     try:
-        findings = check(read(arguments.file), arguments.file.stem)
+        if arguments.template:
+            findings = template_findings({path.name.partition(".")[0]: _template(path) for path in files})
+        else:
+            findings = [finding for path in files for finding in check(read(path), path.stem)]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    named = ", ".join(map(str, files))
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     elif findings:
         print(*findings, sep="\n")
-        print(f"{arguments.file}: {len(findings)} to mend")
+        print(f"{named}: {len(findings)} to mend")
     else:
-        print(f"{arguments.file}: nothing that AWS or Kubernetes would refuse")
+        print(f"{named}: nothing that AWS or Kubernetes would refuse")
     return 1 if findings else 0
+
+
+def _template(path: Path) -> dict[str, Any]:
+    try:
+        template = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error}); convert a YAML template first") from error
+    if not isinstance(template, dict) or "Resources" not in template:
+        raise ValueError(f"{path}: no CloudFormation template; it has no Resources")
+    return template
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Exit codes are the trainer's own contract and stand in training/config.py, which
 # Storage: claim, and where the trainer finds things inside its pod.
 FSX_CLAIM = "fsx-training"
 FSX_VOLUME = "fsx-training"
+FSX_STORAGE_CLASS = "fsx-static"
 FSX_MOUNT = "/fsx"
 # Folders of the file system that are linked to S3; below the mount.
 FSX_DATASETS = "/data"

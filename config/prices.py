@@ -28,6 +28,8 @@ class Price:
 _EC2_FEED = "aws.amazon.com/ec2/pricing/on-demand, feed of 2026-09-25 as written down in a public repository"
 _BLOCKS = "aws.amazon.com/ec2/capacityblocks/pricing, a copy that names 2025-01-01 as its next update"
 _FSX_2022 = "dev.classmethod.jp, table of FSx for Lustre Persistent 2 prices in ap-northeast-1"
+_FSX_SCALED = "the row of 125 MB/s per TiB, times the ratio to it in the table of ap-northeast-1 below"
+_SCALED = "computed, not read"
 _OLD = "two years old; blocks are re-priced every few months"
 
 PRICES = (
@@ -59,14 +61,9 @@ PRICES = (
         False,
         "a tool's rounded figure",
     ),
-    Price(
-        "fsx 500",
-        US_REGIONS,
-        2.50 / 4800,
-        "README of this project: 4.8 TiB for about 2.50 an hour",
-        "2026-12",
-        False,
-        "an estimate without a source",
+    *(
+        Price(f"fsx {throughput}", US_REGIONS, 0.145 * ratio / HOURS_PER_MONTH, _FSX_SCALED, "2026", False, _SCALED)
+        for throughput, ratio in ((250, 1.85 / 1.24), (500, 3.10 / 1.24), (1000, 5.58 / 1.24))
     ),
     # Hourly prices of 4.8 TiB; the table gives no price per GB.
     Price("fsx 125", ("ap-northeast-1",), 1.24 / 4800, _FSX_2022, "2022-09-03", False, "four years old"),

@@ -50,5 +50,14 @@ class SharedChart(Chart):
             mount_name=existing.mount_name,
             capacity_gib=existing.capacity_gib,
         )
+        class_ = storage.fsx_storage_class_props()
+        kube.KubeStorageClass(
+            self,
+            "storage-class",
+            metadata=class_.metadata,
+            provisioner=class_.provisioner,
+            reclaim_policy=class_.reclaim_policy,
+            volume_binding_mode=class_.volume_binding_mode,
+        )
         kube.KubePersistentVolume(self, "volume", metadata=volume.metadata, spec=volume.spec)
         return storage.fsx_claim_props(namespace=job.namespace, capacity_gib=existing.capacity_gib)

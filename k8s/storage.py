@@ -14,6 +14,31 @@ _FSX_DRIVER = "fsx.csi.aws.com"
 _SHARED = ["ReadWriteMany"]
 
 
+def fsx_storage_class() -> dict[str, Any]:
+    """Manifest of the class of volume and claim."""
+    made = fsx_storage_class_props()
+    return kube.KubeStorageClass.manifest(
+        metadata=made.metadata,
+        provisioner=made.provisioner,
+        reclaim_policy=made.reclaim_policy,
+        volume_binding_mode=made.volume_binding_mode,
+    )
+
+
+def fsx_storage_class_props() -> kube.KubeStorageClassProps:
+    """A class that makes nothing: it binds claims to volumes that exist, and keeps the default provisioner away.
+
+    Without it any claim in the namespace could order a file system of hundreds of dollars a month, for which the
+    driver would need the right to create and delete file systems, too.
+    """
+    return kube.KubeStorageClassProps(
+        metadata=kube.ObjectMeta(name=names.FSX_STORAGE_CLASS),
+        provisioner="kubernetes.io/no-provisioner",
+        reclaim_policy="Retain",
+        volume_binding_mode="Immediate",
+    )
+
+
 def fsx_volume(
     *, namespace: str, file_system_id: str, dns_name: str, mount_name: str, capacity_gib: int
 ) -> dict[str, Any]:
@@ -42,7 +67,7 @@ def fsx_volume_props(
             capacity={"storage": _gib(capacity_gib)},
             access_modes=_SHARED,
             persistent_volume_reclaim_policy="Retain",
-            storage_class_name="",
+            storage_class_name=names.FSX_STORAGE_CLASS,
             claim_ref=kube.ObjectReference(namespace=namespace, name=names.FSX_CLAIM),  # no other claim may take it
             # flock: data-set libraries lock files, and a Lustre client refuses that by default.
             mount_options=["flock", "noatime"],
@@ -62,10 +87,10 @@ def fsx_claim(*, namespace: str, capacity_gib: int) -> dict[str, Any]:
 
 
 def fsx_claim_props(*, namespace: str, capacity_gib: int) -> kube.KubePersistentVolumeClaimProps:
-    """The claim bound to that volume by name. An empty class keeps the default provisioner away."""
+    """The claim bound to that volume by name."""
     return kube.KubePersistentVolumeClaimProps(
         metadata=kube.ObjectMeta(name=names.FSX_CLAIM, namespace=namespace),
-        spec=_claim_spec(capacity_gib, volume_name=names.FSX_VOLUME, storage_class_name=""),
+        spec=_claim_spec(capacity_gib, volume_name=names.FSX_VOLUME, storage_class_name=names.FSX_STORAGE_CLASS),
     )
 
 

@@ -15,26 +15,10 @@ from config.cluster import ClusterConfig
 # asks for its devices stays Pending (aws-efa-eks #3, containers-roadmap #2567).
 GPU_TOLERATION = {"key": names.GPU_TAINT_KEY, "operator": "Exists", "effect": "NoSchedule"}
 
-# On every file system that the driver makes (aws-fsx-csi-driver, pkg/cloud: VolumeNameTagKey).
-FSX_DRIVER_TAG = "CSIVolumeName"
-
-
-@dataclass(frozen=True)
-class Permission:
-    """Actions on everything, or only where this condition key has a value."""
-
-    actions: tuple[str, ...]
-    where: str | None = None
-
-    def statement(self) -> iam.PolicyStatement:
-        """The IAM statement that allows it."""
-        conditions = None if self.where is None else {"StringLike": {self.where: "*"}}
-        return iam.PolicyStatement(actions=list(self.actions), resources=["*"], conditions=conditions)
-
 
 @dataclass(frozen=True)
 class ManagedAddon:
-    """An EKS add-on. `permissions`: what its service account may do through EKS Pod Identity."""
+    """An EKS add-on. `actions`: what its service account may do through EKS Pod Identity."""
 
     id_: str
     name: str
@@ -42,7 +26,7 @@ class ManagedAddon:
     before_nodes: bool
     service_account: str | None = None
     managed_policy: str | None = None
-    permissions: tuple[Permission, ...] = ()
+    actions: tuple[str, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,18 +47,14 @@ MANAGED_ADDONS: tuple[ManagedAddon, ...] = (
     ManagedAddon("PodIdentityAgent", "eks-pod-identity-agent", "v1.3.10-eksbuild.3", before_nodes=True),
     # Deployments: an add-on whose pods have no node stays "creating" until CloudFormation gives up.
     ManagedAddon("CoreDns", "coredns", "v1.14.3-eksbuild.23", before_nodes=False),
-    # No AmazonFSxFullAccess: it makes file systems that carry the driver's tag and touches no other, ours among them.
+    # The volume exists already, so the controller only ever describes it: no AmazonFSxFullAccess.
     ManagedAddon(
         "FsxCsiDriver",
         "aws-fsx-csi-driver",
         "v1.9.0-eksbuild.1",
         before_nodes=False,
         service_account="fsx-csi-controller-sa",
-        permissions=(
-            Permission(("fsx:DescribeFileSystems",)),
-            Permission(("fsx:CreateFileSystem", "fsx:TagResource"), where=f"aws:RequestTag/{FSX_DRIVER_TAG}"),
-            Permission(("fsx:DeleteFileSystem", "fsx:UpdateFileSystem"), where=f"aws:ResourceTag/{FSX_DRIVER_TAG}"),
-        ),
+        actions=("fsx:DescribeFileSystems",),
     ),
     # Sees Xid errors and the like and sets the node conditions that node repair acts on.
     ManagedAddon(
@@ -149,14 +129,14 @@ class ManagedAddons(Construct):
 
     def _role(self, addon: ManagedAddon) -> iam.Role:
         principal = iam.ServicePrincipal("pods.eks.amazonaws.com")
-        policy = iam.PolicyDocument(statements=[permission.statement() for permission in addon.permissions])
+        statement = iam.PolicyStatement(actions=list(addon.actions), resources=["*"])
         role = iam.Role(
             self,
             f"{addon.id_}Role",
             # Pod Identity tags its sessions: without the second action every assume fails.
             assumed_by=iam.SessionTagsPrincipal(principal),  # pyright: ignore[reportArgumentType]
             description=f"Pod Identity of the add-on {addon.name}",
-            inline_policies={"addon": policy} if addon.permissions else None,
+            inline_policies={"addon": iam.PolicyDocument(statements=[statement])} if addon.actions else None,
         )
         if addon.managed_policy is not None:
             role.add_managed_policy(iam.ManagedPolicy.from_aws_managed_policy_name(addon.managed_policy))

@@ -77,7 +77,6 @@ class ClusterStack(cdk.Stack):
             cluster=self.cluster,
             namespace=job.namespace,
             storage=config.storage,
-            network=network,
             file_system=storage.file_system,
         )
         self._outputs(admin_role, gpu)

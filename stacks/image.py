@@ -100,28 +100,28 @@ class ImageStack(cdk.Stack):
                 compute_type=codebuild.ComputeType.LARGE,
                 privileged=True,  # for its Docker daemon
             ),
-            environment_variables=self._variables(tag=source.asset_hash),
+            environment_variables=self._variables(source),
             build_spec=codebuild.BuildSpec.from_object(
                 {"version": "0.2", "env": {"shell": "bash"}, "phases": {"build": {"commands": [_BUILD]}}}
             ),
             timeout=cdk.Duration.hours(2),
             queued_timeout=cdk.Duration.minutes(30),
-            logging=codebuild.LoggingOptions(cloud_watch=self._log()),
+            logging=self._logging(),
         )
 
-    def _variables(self, *, tag: str) -> dict[str, codebuild.BuildEnvironmentVariable]:
-        """What the build script reads."""
-        variables = {
+    def _variables(self, source: assets.Asset) -> dict[str, codebuild.BuildEnvironmentVariable]:
+        """What the build's commands read."""
+        values = {
             "REPOSITORY_URI": self.repository.repository_uri,
             "REPOSITORY_NAME": self.repository.repository_name,
-            "TAG": tag,
+            "TAG": source.asset_hash,
             "BASE_IMAGE": BASE_IMAGE,
             "PARAMETER": self.parameter.parameter_name,
         }
-        return {name: codebuild.BuildEnvironmentVariable(value=value) for name, value in variables.items()}
+        return {name: codebuild.BuildEnvironmentVariable(value=value) for name, value in values.items()}
 
-    def _log(self) -> codebuild.CloudWatchLoggingOptions:
-        group = logs.LogGroup(
+    def _logging(self) -> codebuild.LoggingOptions:
+        log_group = logs.LogGroup(
             self, "BuildLog", retention=logs.RetentionDays.ONE_MONTH, removal_policy=cdk.RemovalPolicy.DESTROY
         )
-        return codebuild.CloudWatchLoggingOptions(log_group=group)
+        return codebuild.LoggingOptions(cloud_watch=codebuild.CloudWatchLoggingOptions(log_group=log_group))

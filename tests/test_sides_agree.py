@@ -167,6 +167,8 @@ def test_namespace_claim_and_volume_are_the_ones_that_cdk_installs(sides):
     assert claim["spec"] == installed["spec"]
     assert claim["metadata"]["name"] == installed["metadata"]["name"] == volume["spec"]["claimRef"]["name"]
     assert installed["spec"]["volumeName"] == volume["metadata"]["name"]
+    made = sides.installed("StorageClass")["metadata"]["name"]
+    assert installed["spec"]["storageClassName"] == volume["spec"]["storageClassName"] == made
     namespace = sides.installed("Namespace")["metadata"]["name"]
     placed = [document for document in sides.manifests if document["kind"] not in ("Namespace", "PersistentVolume")]
     assert {document["metadata"]["namespace"] for document in placed} == {namespace}

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from training import parallelism
-from training.checkpoint.checkpointer import Checkpointer, CheckpointError, Restored
+from training.checkpoint.checkpointer import Checkpointer
+from training.checkpoint.restorer import CheckpointError, Restored
 from training.checkpoint.saver import Saver
 from training.checkpoint.state import (
     Tensors,

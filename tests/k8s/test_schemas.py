@@ -43,7 +43,7 @@ def test_every_object_is_named_once_and_has_its_namespace(manifests):
     namespaces = {
         document["metadata"].get("namespace", document["metadata"]["name"])
         for document in manifests.documents
-        if document["kind"] != "PersistentVolume"  # of the whole cluster
+        if document["kind"] not in ("PersistentVolume", "StorageClass")  # of the whole cluster
     }
     assert namespaces == {manifests.deployment.job.namespace}
 

@@ -28,7 +28,7 @@ def test_deleting_the_claim_keeps_the_data():
 def test_volume_and_claim_are_bound_to_each_other():
     assert CLAIM["spec"]["volumeName"] == VOLUME["metadata"]["name"]
     assert VOLUME["spec"]["claimRef"] == {"name": CLAIM["metadata"]["name"], "namespace": "training"}
-    assert VOLUME["spec"]["storageClassName"] == CLAIM["spec"]["storageClassName"] == ""
+    assert VOLUME["spec"]["storageClassName"] == CLAIM["spec"]["storageClassName"] == "fsx-static"
     assert VOLUME["spec"]["capacity"] == CLAIM["spec"]["resources"]["requests"] == {"storage": "4800Gi"}
     assert VOLUME["spec"]["accessModes"] == CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
 
@@ -52,7 +52,7 @@ def test_on_a_cluster_from_elsewhere_the_manifests_mount_the_file_system_that_th
     assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
     assert volume["spec"]["claimRef"] == {key: claim["metadata"][key] for key in ("namespace", "name")}
     assert volume["spec"]["capacity"] == claim["spec"]["resources"]["requests"] == {"storage": "9600Gi"}
-    assert volume["spec"]["storageClassName"] == claim["spec"]["storageClassName"] == ""
+    assert volume["spec"]["storageClassName"] == claim["spec"]["storageClassName"] == "fsx-static"
 
 
 def test_without_a_named_file_system_the_default_class_makes_one(render, changed):

@@ -5,7 +5,7 @@ from aws_cdk.assertions import Match
 
 from config import names
 from config.instances import INSTANCE_TYPES
-from stacks.addons import CLOUDWATCH_ADDON, FSX_DRIVER_TAG, MANAGED_ADDONS
+from stacks.addons import CLOUDWATCH_ADDON, MANAGED_ADDONS
 
 PODS_TRUST = ["sts:AssumeRole", "sts:TagSession"]
 
@@ -109,26 +109,12 @@ def test_add_ons_that_call_aws_have_a_pod_identity_role(cluster, addon, account)
     assert statement["Principal"] == {"Service": "pods.eks.amazonaws.com"}
 
 
-def test_the_lustre_driver_makes_and_ends_file_systems_of_its_own_and_only_looks_at_others(cluster, only):
+def test_the_lustre_driver_may_describe_file_systems_and_nothing_else(cluster, only):
     role = only(cluster, "AWS::IAM::Role", "AddonsFsx")[1]["Properties"]
     assert not role.get("ManagedPolicyArns")
     (policy,) = role["Policies"]
-    allowed = {
-        tuple(sorted([actions] if isinstance(actions := statement["Action"], str) else actions)): statement.get(
-            "Condition"
-        )
-        for statement in policy["PolicyDocument"]["Statement"]
-    }
-    assert allowed == {
-        ("fsx:DescribeFileSystems",): None,
-        ("fsx:CreateFileSystem", "fsx:TagResource"): {"StringLike": {"aws:RequestTag/CSIVolumeName": "*"}},
-        ("fsx:DeleteFileSystem", "fsx:UpdateFileSystem"): {"StringLike": {"aws:ResourceTag/CSIVolumeName": "*"}},
-    }
-
-
-def test_the_deployments_own_file_system_has_not_the_tag_that_would_let_the_driver_delete_it(storage, only):
-    tags = only(storage, "AWS::FSx::FileSystem", "FileSystem")[1]["Properties"]["Tags"]
-    assert FSX_DRIVER_TAG not in {tag["Key"] for tag in tags}
+    (statement,) = policy["PolicyDocument"]["Statement"]
+    assert statement["Action"] == "fsx:DescribeFileSystems"
 
 
 def test_nodes_have_no_rights_that_belong_to_add_ons(cluster, only):
@@ -283,7 +269,13 @@ def test_volume_and_claim_are_bound_to_each_other_under_the_agreed_names(cluster
     assert volume["spec"]["capacity"] == claim["spec"]["resources"]["requests"] == {"storage": "4800Gi"}
     for spec in (volume["spec"], claim["spec"]):
         assert spec["accessModes"] == ["ReadWriteMany"]
-        assert spec["storageClassName"] == "", "a class would make the driver provision another file system"
+        assert spec["storageClassName"] == "fsx-static", "any other class would provision another file system"
+
+
+def test_the_storage_class_makes_nothing_by_itself(cluster):
+    made = manifests(cluster)["StorageClass"]
+    assert made["metadata"]["name"] == names.FSX_STORAGE_CLASS
+    assert (made["provisioner"], made["reclaimPolicy"]) == ("kubernetes.io/no-provisioner", "Retain")
 
 
 def test_volume_names_the_file_system_by_id_dns_name_and_mount_name(cluster):
@@ -294,45 +286,6 @@ def test_volume_names_the_file_system_by_id_dns_name_and_mount_name(cluster):
     assert "RefFileSystem" in spec["csi"]["volumeHandle"]
     assert "DNSName" in spec["csi"]["volumeAttributes"]["dnsname"]
     assert "LustreMountName" in spec["csi"]["volumeAttributes"]["mountname"]
-
-
-def test_further_file_systems_are_like_the_first_in_its_subnet_and_security_group(cluster):
-    found = manifests(cluster)["StorageClass"]
-    parameters = dict(found["parameters"])
-    assert found["provisioner"] == "fsx.csi.aws.com"
-    assert "GpuSubnet" in parameters.pop("subnetId")
-    assert "FsxSecurityGroup" in parameters.pop("securityGroupIds")
-    assert parameters == {
-        "fileSystemTypeVersion": "2.15",
-        "deploymentType": "PERSISTENT_2",
-        "storageType": "SSD",
-        "perUnitStorageThroughput": "500",
-        "dataCompressionType": "LZ4",
-        "automaticBackupRetentionDays": "0",
-        "metadataConfigurationMode": "AUTOMATIC",
-    }
-    assert found["mountOptions"] == manifests(cluster)["PersistentVolume"]["spec"]["mountOptions"]
-
-
-def test_no_claim_gets_a_further_file_system_without_asking_for_it(cluster):
-    assert "annotations" not in manifests(cluster)["StorageClass"]["metadata"], "the default class's mark"
-
-
-@pytest.mark.parametrize(("retain", "policy"), [(True, "Retain"), (False, "Delete")])
-def test_a_further_file_system_is_kept_as_the_first_is(synthesize, retain, policy):
-    template = synthesize(cluster={"storage": {"retain_data": retain}})["cluster"]
-    assert manifests(template)["StorageClass"]["reclaimPolicy"] == policy
-
-
-def test_settings_of_the_file_system_reach_the_class_as_text_and_efa_does_not(synthesize):
-    storage = {"efa": True, "capacity_gib": 19_200, "throughput_mb_per_tib": 250, "metadata_iops": 12_000}
-    backups = {"data_repository": False, "backup_retention_days": 7}
-    parameters = manifests(synthesize(cluster={"storage": storage | backups})["cluster"])["StorageClass"]["parameters"]
-    assert parameters["perUnitStorageThroughput"] == "250"
-    assert parameters["metadataConfigurationMode"] == "USER_PROVISIONED"
-    assert parameters["metadataIops"] == "12000"
-    assert parameters["automaticBackupRetentionDays"] == "7"
-    assert "efaEnabled" not in parameters, "the driver rounds capacity to steps that EFA's file systems don't have"
 
 
 def test_no_log_of_the_librarys_own_functions_outlives_the_stack(cluster):

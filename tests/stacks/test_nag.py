@@ -30,8 +30,7 @@ ACKNOWLEDGED = {
         "ecr:GetAuthorizationToken, which knows no resource."
     ),
     ("Cluster/Addons/FsxCsiDriverRole/Resource", "AwsSolutions-IAM5[[]Resource::[*]]"): (
-        "fsx:DescribeFileSystems reads, and the driver calls it before it knows an id; what else it may do is bound to "
-        "file systems with the driver's own tag, by condition."
+        "fsx:DescribeFileSystems alone: it reads, and the driver calls it before it knows an id."
     ),
     ("Cluster/Cluster/Role/Resource", "AwsSolutions-IAM4[[]*AmazonEKSClusterPolicy]"): (
         "What EKS prescribes for its control plane; AWS extends it with every Kubernetes version."

@@ -1,5 +1,6 @@
 """How one rank holds its part of a tensor: what a shard needs beside its bytes to be put back in its place."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,3 +73,8 @@ def tensor_layout(tensor: torch.Tensor) -> TensorLayout:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of `tensor`: the same memory, without history."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def layouts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorLayout]:
+    """Each tensor's layout, by name."""
+    return {name: tensor_layout(tensor) for name, tensor in tensors.items()}

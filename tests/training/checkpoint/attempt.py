@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from training.checkpoint.checkpointer import Checkpointer, Outcome, Restored
+from training.checkpoint.checkpointer import Checkpointer, Outcome
 from training.checkpoint.durable import checkpoint_path
+from training.checkpoint.restorer import Restored
 from training.checkpoint.saver import Saver
 from training.checkpoint.writer import OpenFile, open_binary
 from training.config import CheckpointConfig

@@ -17,8 +17,8 @@ import torch
 
 from tests.training.checkpoint.attempt import Attempt, meet, stored_values
 from tests.training.conftest import run_on_ranks
-from training.checkpoint.checkpointer import CheckpointError
 from training.checkpoint.durable import TRACKER, committed_steps
+from training.checkpoint.restorer import CheckpointError
 from training.checkpoint.writer import open_binary
 
 
