@@ -258,10 +258,13 @@ def _template(path: Path) -> dict[str, Any]:
         template = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); convert a YAML template first") from error
-    if not isinstance(template, dict) or "Resources" not in template:
-        raise ValueError(f"{path}: no CloudFormation template; it has no Resources")
+    resources = template.get("Resources") if isinstance(template, dict) else None
+    if not isinstance(resources, dict) or not all(
+        isinstance(one, dict) and "Type" in one for one in resources.values()
+    ):
+        raise ValueError(f"{path}: no CloudFormation template; it has no Resources, each with a Type")
     return template
 
 

@@ -1,13 +1,17 @@
-"""What a deployment costs at list price, per hour and month: `python -m config.cost FILE`.
+"""What a deployment costs at list price, per hour and month: `python -m config.cost FILE [--json]`.
 
 Only what runs around the clock by the deployment file itself. An item without a price is named, never guessed.
+--json prints {deployment, region, lines, usd_per_hour, complete}; each line is {name, quantity, usd_per_hour, source,
+date, quotes_aws, note}, the last five null without a price. `complete` is false where the sum lacks a line.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from config.cluster import CapacityBlock, ClusterConfig, Spot
 from config.deployment import DeploymentConfig, load
@@ -20,6 +24,9 @@ ZONE_COUNT = 2
 NOT_COUNTED = (
     "traffic (NAT, between zones, to the internet), EBS root volumes, S3, ECR, KMS, logs, metrics, alarms, FSx "
     "metadata IOPS and backups, image builds, tax, and discounts"
+)
+UPFRONT = (
+    "a Capacity Block is paid in full when it is booked, at that day's price, and for all its days whether used or not"
 )
 
 
@@ -99,6 +106,8 @@ def report(deployment: DeploymentConfig) -> str:
     lines.append(
         _amounts("total" + (f", WITHOUT the {missing} above that have no price" if missing else ""), sum(known))
     )
+    if isinstance(cluster.capacity, CapacityBlock):
+        lines.append(f"  {UPFRONT}")
     lines.append("sources:")
     for row in dict.fromkeys(item.price for item in bill if item.price is not None):
         doubt = "" if row.quotes_aws else f"; UNVERIFIED, {row.note}"
@@ -108,6 +117,27 @@ def report(deployment: DeploymentConfig) -> str:
         "none was read on AWS's pages by this project: check today's at https://calculator.aws before you deploy"
     )
     return "\n".join(lines)
+
+
+def summary(deployment: DeploymentConfig) -> dict[str, Any]:
+    """The bill for machines."""
+    bill = items(deployment)
+    known = [item.usd_per_hour for item in bill if item.usd_per_hour is not None]
+    return {
+        "deployment": deployment.name,
+        "region": None if deployment.cluster is None else deployment.cluster.region,
+        "lines": [
+            {
+                "name": item.name,
+                "quantity": item.quantity,
+                "usd_per_hour": item.usd_per_hour,
+                **{field: getattr(item.price, field, None) for field in ("source", "date", "quotes_aws", "note")},
+            }
+            for item in bill
+        ],
+        "usd_per_hour": sum(known),
+        "complete": len(known) == len(bill),
+    }
 
 
 def _line(item: Item) -> str:
@@ -124,8 +154,11 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="config.cost", description="list price of a deployment, per hour and month")
     parser.add_argument("file", type=Path, help="deployment file")
+    parser.add_argument("--json", action="store_true", help="the bill as one object on stdout")
+    arguments = parser.parse_args(argv)
     try:
-        print(report(load(parser.parse_args(argv).file)))
+        deployment = load(arguments.file)
+        print(json.dumps(summary(deployment), indent=2) if arguments.json else report(deployment))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

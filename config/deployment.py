@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from config import names
 from config.cluster import ClusterConfig, raise_together
 from config.job import JobConfig
+from config.worker import worker_resources
 from training.config import Config, TrainConfig, describe_errors
 
 
@@ -37,6 +38,10 @@ class DeploymentConfig(Config):
             self.train.check_world_size(self.job.world_size)
         except ValueError as error:
             yield f"train: {error}"
+        try:
+            self._check_pod()
+        except ValueError as error:
+            yield str(error)
         for field, path in (
             ("train.data.path", self.train.data.path),
             ("train.run_directory", self.train.run_directory),
@@ -44,6 +49,17 @@ class DeploymentConfig(Config):
         ):
             if Path(names.FSX_MOUNT) not in Path(path).parents:
                 yield f"{field} {path} must lie under {names.FSX_MOUNT}, the shared volume; move it there"
+
+    def _check_pod(self) -> None:
+        """Raise ValueError for what a pod could not be made of, or would be killed for."""
+        self.job.grace_period_seconds(self.train.restarts)
+        worker_resources(self.job, self.train)
+        preparation = self.job.prepare_data
+        if preparation is not None and Path(names.FSX_MOUNT) not in Path(preparation.input_directory).parents:
+            raise ValueError(
+                f"job.prepare_data.input_directory {preparation.input_directory} must lie under {names.FSX_MOUNT}, "
+                "the shared volume; move it there"
+            )
 
 
 def load(path: Path) -> DeploymentConfig:

@@ -114,11 +114,13 @@ class Pods:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._others: set[psutil.Process] = set()
 
     def open(self) -> None:
         """Get ready to start pods."""
         # Orphans of a killed launcher become our children instead of init's, so that they can be found and ended.
         adopt_orphans()
+        self._others = set(psutil.Process().children(recursive=True))  # a library's own, such as jsii's kernel
         self._logs.mkdir(parents=True, exist_ok=True)
         # Sockets and scratch of the launchers, which a killed one leaves behind. Not in a folder of the run, whose path
         # may be too long for a Unix socket's name.
@@ -158,13 +160,17 @@ class Pods:
         """End every process that was started, and what those started in turn."""
         deadline = time.monotonic() + _STOP_SECONDS
         # Killing a process may orphan its children, which then turn up here: hence until none is left.
-        while (alive := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        while (alive := self._alive()) and time.monotonic() < deadline:
             for process in alive:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(alive, timeout=1)
+        adopt_orphans(adopt=False)  # what orphans whom from here on is not ours to reap
         if self._scratch is not None:
             self._scratch.cleanup()
+
+    def _alive(self) -> list[psutil.Process]:
+        return [process for process in psutil.Process().children(recursive=True) if process not in self._others]
 
 
 def tree(pid: int) -> list[psutil.Process]:

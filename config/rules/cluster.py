@@ -53,7 +53,7 @@ def access_entries_only(templates: Templates) -> Iterator[Finding]:
             )
         subnets = cluster.properties.get("ResourcesVpcConfig", {}).get("SubnetIds", [])
         zones = {_zone(templates, subnet) for subnet in subnets}
-        if len(zones) < 2:
+        if len(zones) < 2 and not any(templates.is_unknown(subnet) for subnet in subnets):
             yield Finding(
                 cluster.at("ResourcesVpcConfig.SubnetIds"),
                 f"{len(subnets)} subnets in {len(zones)} zone",

@@ -13,7 +13,7 @@ from config.cluster import (
 from config.finding import Finding
 from config.rules.network import open_to_itself, permissions
 from config.rules.node_group import node_groups
-from config.rules.template import Resource, Templates, reference
+from config.rules.template import Resource, Templates, is_literal, number, reference
 
 _FILE_SYSTEM = (
     "https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/"
@@ -67,7 +67,7 @@ class FileSystem:
 def persistent_2(fs: FileSystem) -> Iterator[Finding]:
     """The only kind with metadata configuration and EFA; on others FSx has been seen to drop the flag silently."""
     kind = fs.lustre.get("DeploymentType")
-    if kind != "PERSISTENT_2":
+    if is_literal(kind) and kind != "PERSISTENT_2":
         yield Finding(
             fs.at("DeploymentType"),
             str(kind),
@@ -80,7 +80,7 @@ def persistent_2(fs: FileSystem) -> Iterator[Finding]:
 def version(fs: FileSystem) -> Iterator[Finding]:
     """2.10, the service's default, fails to mount on Amazon Linux 2023; 2.12 has no metadata configuration."""
     given = fs.resource.properties.get("FileSystemTypeVersion")
-    if given != _LUSTRE_VERSION:
+    if is_literal(given) and str(given) != _LUSTRE_VERSION:
         yield Finding(
             fs.resource.at("FileSystemTypeVersion"),
             str(given),
@@ -92,8 +92,10 @@ def version(fs: FileSystem) -> Iterator[Finding]:
 
 def throughput(fs: FileSystem) -> Iterator[Finding]:
     """Four steps."""
-    given = fs.lustre.get("PerUnitStorageThroughput")
-    if fs.lustre.get("DeploymentType") == "PERSISTENT_2" and given not in FSX_EFA_CAPACITY_STEP_GIB:
+    given = number(fs.lustre.get("PerUnitStorageThroughput"))
+    if not is_literal(given) or fs.lustre.get("DeploymentType") != "PERSISTENT_2":
+        return
+    if given not in FSX_EFA_CAPACITY_STEP_GIB:
         yield Finding(
             fs.at("PerUnitStorageThroughput"),
             str(given),
@@ -105,18 +107,18 @@ def throughput(fs: FileSystem) -> Iterator[Finding]:
 
 def capacity(fs: FileSystem) -> Iterator[Finding]:
     """1200, 2400 and multiples; far coarser with EFA, by throughput."""
-    given = fs.resource.properties.get("StorageCapacity")
+    given = number(fs.resource.properties.get("StorageCapacity"))
     if not isinstance(given, int):
         return
     path = fs.resource.at("StorageCapacity")
-    step = FSX_EFA_CAPACITY_STEP_GIB.get(fs.lustre.get("PerUnitStorageThroughput", 0))
+    speed = number(fs.lustre.get("PerUnitStorageThroughput"))
+    step = FSX_EFA_CAPACITY_STEP_GIB.get(speed) if isinstance(speed, int) else None
     if given < FSX_MIN_CAPACITY_GIB or (given != FSX_MIN_CAPACITY_GIB and given % FSX_CAPACITY_STEP_GIB):
         above = max(-(-given // FSX_CAPACITY_STEP_GIB), 1) * FSX_CAPACITY_STEP_GIB
         yield Finding(
             path, str(given), "FSx offers 1200, 2400 and multiples of 2400 GiB", f"choose {above}", _LATE_SIZES
         )
     elif fs.efa and step is not None and given % step:
-        speed = fs.lustre["PerUnitStorageThroughput"]
         yield Finding(
             path,
             f"{given} at {speed} MB/s per TiB with EFA",
@@ -138,7 +140,9 @@ def metadata(fs: FileSystem) -> Iterator[Finding]:
             _METADATA,
         )
         return
-    iops, mode = given.get("Iops"), given.get("Mode")
+    iops, mode = number(given.get("Iops")), given.get("Mode")
+    if not is_literal(iops) or not is_literal(mode):
+        return
     if iops is not None and iops not in FSX_METADATA_IOPS:
         higher = [step for step in FSX_METADATA_IOPS if step > iops]
         yield Finding(

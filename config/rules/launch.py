@@ -319,6 +319,8 @@ def cluster_group_on_primary(group: NodeGroup) -> Iterator[Finding]:
     )
     groups = primary.get("Groups", []) if group.interfaces else group.data.get("SecurityGroupIds", [])
     given = bool(group.interfaces) or bool(groups)
+    if any(group.templates.is_unknown(item) for item in groups):
+        return
     if given and not any(reference(item)[1] == "ClusterSecurityGroupId" for item in groups):
         yield Finding(
             group.in_template("NetworkInterfaces" if group.interfaces else "SecurityGroupIds"),

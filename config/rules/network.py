@@ -6,7 +6,7 @@ from typing import Any
 
 from config.finding import Finding
 from config.rules.node_group import EFA_TYPES, NodeGroup
-from config.rules.template import Resource, Templates, reference
+from config.rules.template import Resource, Templates, number, reference
 
 _SELF_EGRESS = "https://github.com/awslabs/awsome-distributed-ai/issues/546"
 _GROUPS_ON_NICS = "https://github.com/eksctl-io/eksctl/issues/3465"
@@ -45,8 +45,10 @@ def permissions(templates: Templates, group: str, direction: str) -> list[Permis
 
 def _permission(rule: dict[str, Any], peer: str) -> Permission:
     everything = str(rule.get("IpProtocol")) == "-1"
-    ports = _ALL_PORTS if everything else (int(rule.get("FromPort", 0)), int(rule.get("ToPort", 65_535)))
-    return Permission(peer, ports, everything)
+    low, high = number(rule.get("FromPort", 0)), number(rule.get("ToPort", 65_535))
+    # Ports that are known only at deploy may be any: no finding about them.
+    known = isinstance(low, int) and isinstance(high, int)
+    return Permission(peer, (low, high) if known and not everything else _ALL_PORTS, everything)
 
 
 def open_to_itself(templates: Templates, group: str) -> bool:
@@ -59,14 +61,15 @@ def open_to_itself(templates: Templates, group: str) -> bool:
 
 def efa_security_group(group: NodeGroup) -> Iterator[Finding]:
     """Every EFA interface needs a group with all traffic from and to itself: 0.0.0.0/0 does not cover EFA."""
-    for number, interface in enumerate(group.interfaces):
+    for index, interface in enumerate(group.interfaces):
         if interface.get("InterfaceType") not in EFA_TYPES:
             continue
         keys = [key for item in interface.get("Groups", []) if (key := reference(item)[0])]
-        if any(open_to_itself(group.templates, key) for key in keys):
+        unknown = any(group.templates.is_unknown(item) for item in interface.get("Groups", []))
+        if unknown or any(open_to_itself(group.templates, key) for key in keys):
             continue
         known = [key for key in keys if key in group.templates.resources]
-        where = group.in_template(f"NetworkInterfaces[{number}].Groups")
+        where = group.in_template(f"NetworkInterfaces[{index}].Groups")
         yield Finding(
             where,
             ", ".join(known) or "no security group of this deployment",

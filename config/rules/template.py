@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_NO_VALUE = {"Ref": "AWS::NoValue"}
+# Properties that are lists, and in others' templates one reference to a parameter that holds a list.
+_LISTS = ("Groups", "InstanceTypes", "SecurityGroupIds", "SubnetIds", "Subnets")
 _REFERENCE = re.compile(r"\$\{(?P<key>[^:}]+)(?::(?P<attribute>[^}]+))?\}")
 
 
@@ -23,7 +26,10 @@ class Resource:
 
 
 class Templates:
-    """All templates of one deployment by stack name; a template alone is the case of one."""
+    """All templates of one deployment by stack name; a template alone is the case of one.
+
+    Conditions are not evaluated: of an Fn::If the first branch that has a value is looked at.
+    """
 
     def __init__(self, templates: Mapping[str, Mapping[str, Any]]) -> None:
         self._exports: dict[str, Any] = {}
@@ -54,8 +60,15 @@ class Templates:
         key, _ = reference(value)
         return None if key is None else self.resources.get(key)
 
+    def is_unknown(self, value: Any) -> bool:
+        """Whether the value comes from outside these templates: a parameter, or another stack's export."""
+        key, _ = reference(value)
+        return isinstance(value, dict) or (key is not None and key not in self.resources)
+
     def _resolve(self, stack: str, value: Any) -> Any:
         match value:
+            case {"Fn::If": [_, *branches]}:
+                return self._resolve(stack, next((branch for branch in branches if branch != _NO_VALUE), None))
             case {"Ref": str(logical_id)} if len(value) == 1:
                 return f"${{{stack}/{logical_id}}}"
             case {"Fn::GetAtt": [str(logical_id), str(attribute)]}:
@@ -66,7 +79,8 @@ class Templates:
             case {"Fn::ImportValue": str(name)} if name in self._exports:
                 return self._resolve(*self._exports[name])
             case dict():
-                return {key: self._resolve(stack, item) for key, item in value.items()}
+                given = {key: self._resolve(stack, item) for key, item in value.items() if item != _NO_VALUE}
+                return {k: [v] if k in _LISTS and not isinstance(v, list) else v for k, v in given.items()}
             case list():
                 return [self._resolve(stack, item) for item in value]
             case _:
@@ -82,3 +96,8 @@ def reference(value: Any) -> tuple[str | None, str | None]:
 def is_literal(value: Any) -> bool:
     """Whether the value is known at synth."""
     return not isinstance(value, dict) and reference(value) == (None, None)
+
+
+def number(value: Any) -> Any:
+    """An integer that is written as text, as one; CloudFormation takes both. Anything else as it is."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value

@@ -232,6 +232,16 @@ def test_templates_of_any_making_can_be_checked(tmp_path, capsys):
     assert "no CloudFormation template; it has no Resources" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"Resources": []}', '{"Resources": {"A": 3}}', "\xff"])
+def test_what_is_no_template_ends_with_2_and_one_line(tmp_path, capsys, text):
+    file = tmp_path / "x.json"
+    file.write_bytes(text.encode("latin-1"))
+    assert command.main(["--template", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {file}: ")
+    assert said.count("\n") == 1
+
+
 def test_the_check_starts_no_cdk_and_no_torch():
     code = "import sys, config.check; print(sorted({'aws_cdk', 'cdk8s', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

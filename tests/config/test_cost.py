@@ -1,5 +1,6 @@
 """`python -m config.cost`: the bill by line, from a dated table, and what has no price named instead of guessed."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,23 @@ def test_the_command_prints_hour_month_date_and_what_is_left_out():
 
 def test_without_a_cluster_there_is_nothing_to_pay_for():
     assert cost.items(load(ROOT / "deployments/local.yaml")) == []
+
+
+def test_a_capacity_block_is_said_to_be_paid_when_it_is_booked(deployment):
+    assert cost.UPFRONT in cost.report(load(ROOT / "deployments/p5-capacity-block.yaml"))
+    assert cost.UPFRONT not in cost.report(deployment)
+
+
+def test_the_command_has_a_form_for_machines(deployment, capsys):
+    assert cost.main([str(ROOT / "deployments/p5-2node.yaml"), "--json"]) == 0
+    bill = json.loads(capsys.readouterr().out)
+    assert bill["region"] == "us-west-2"
+    assert bill["complete"] is True
+    assert bill["usd_per_hour"] == pytest.approx(sum(line["usd_per_hour"] for line in bill["lines"]))
+    assert all(line["source"] and line["date"] for line in bill["lines"])
+
+
+def test_the_form_for_machines_says_where_a_price_is_missing():
+    bill = cost.summary(changed(capacity={"kind": "spot"}))
+    assert bill["complete"] is False
+    assert [line["source"] for line in bill["lines"] if line["usd_per_hour"] is None] == [None]

@@ -283,6 +283,11 @@ CASES = {
         lambda d: put(d.file_system, StorageCapacity=2500),
         [("StorageCapacity", "2400")],
     ),
+    "no metadata configuration, which can't be added later (parallelcluster 7616)": (
+        None,
+        lambda d: d.lustre.pop("MetadataConfiguration"),
+        [("MetadataConfiguration", "can't be added later")],
+    ),
     "efa on persistent 1 (awsome-distributed-ai 1124)": (
         None,
         lambda d: put(d.lustre, DeploymentType="PERSISTENT_1"),
@@ -378,6 +383,97 @@ def test_the_older_layout_that_aws_also_takes_is_no_finding(templates):
     deployment = Deployment(templates)
     layout_b(deployment)
     assert template_findings(deployment.templates) == []
+
+
+def test_a_placement_group_of_the_users_own_is_no_finding_with_a_reservation(synthesize):
+    """terraform-aws-eks 3661: theirs was ignored and another one made."""
+    deployment = Deployment(synthesize(cluster={"capacity": RESERVATION}))
+    put(deployment.data, Placement={"GroupName": "where-the-reservation-was-created"})
+    assert template_findings(deployment.templates) == []
+
+
+def lustre_template(group_rules_first, **lustre):
+    """A file system of somebody else's template, its security group and the group's rules in one stack."""
+    rules = {
+        f"{way}{low}": {
+            "Type": f"AWS::EC2::SecurityGroup{way}",
+            "Properties": {
+                "GroupId": {"Fn::GetAtt": ["Group", "GroupId"]},
+                f"{peer}SecurityGroupId": {"Fn::GetAtt": ["Group", "GroupId"]},
+                "IpProtocol": "tcp",
+                "FromPort": str(low),
+                "ToPort": high,
+            },
+        }
+        for way, peer in (("Ingress", "Source"), ("Egress", "Destination"))
+        for low, high in ((988, {"Ref": "LastPort"}), (1018, "1023"))
+    }
+    file_system = {
+        "Type": "AWS::FSx::FileSystem",
+        "DependsOn": sorted(rules) if group_rules_first else [],
+        "Properties": {
+            "FileSystemType": "LUSTRE",
+            "FileSystemTypeVersion": "2.15",
+            "StorageCapacity": "4800",
+            "SubnetIds": [{"Ref": "Subnet"}],
+            "SecurityGroupIds": [{"Fn::GetAtt": ["Group", "GroupId"]}],
+            "LustreConfiguration": {
+                "DeploymentType": "PERSISTENT_2",
+                "PerUnitStorageThroughput": "500",
+                "MetadataConfiguration": {"Mode": "AUTOMATIC"},
+                **lustre,
+            },
+        },
+    }
+    group = {"Type": "AWS::EC2::SecurityGroup", "Properties": {}}
+    return {"mine": {"Resources": {"Group": group, "FileSystem": file_system, **rules}}}
+
+
+def test_numbers_written_as_text_and_values_known_only_at_deploy_are_no_finding():
+    assert template_findings(lustre_template(True)) == []
+    unknown = {"Fn::If": ["Large", 1000, 500]}
+    late = lustre_template(
+        True,
+        DeploymentType={"Ref": "Kind"},
+        PerUnitStorageThroughput=unknown,
+        MetadataConfiguration={"Mode": {"Ref": "Mode"}, "Iops": unknown},
+    )
+    assert template_findings(late) == []
+
+
+def test_groups_and_subnets_that_are_parameters_are_no_finding():
+    nic = {"DeviceIndex": 0, "NetworkCardIndex": 0, "InterfaceType": "efa", "Groups": {"Ref": "Groups"}}
+    metadata = {"HttpTokens": "required", "HttpPutResponseHopLimit": 2}
+    template = {
+        "Type": "AWS::EC2::LaunchTemplate",
+        "Properties": {"LaunchTemplateData": {"NetworkInterfaces": [nic], "MetadataOptions": metadata}},
+    }
+    group = {
+        "Type": "AWS::EKS::Nodegroup",
+        "Properties": {
+            "InstanceTypes": {"Ref": "Types"},
+            "Subnets": {"Ref": "Subnets"},
+            "NodeRole": {"Ref": "Role"},
+            "UpdateConfig": {"Fn::If": ["Reserved", {"Ref": "AWS::NoValue"}, {"MaxUnavailable": 1}]},
+            "LaunchTemplate": {
+                "Id": {"Ref": "Template"},
+                "Version": {"Fn::GetAtt": ["Template", "LatestVersionNumber"]},
+            },
+        },
+    }
+    assert template_findings({"mine": {"Resources": {"Template": template, "Group": group}}}) == []
+
+
+def test_a_wrong_number_written_as_text_is_found():
+    findings = template_findings(lustre_template(True, PerUnitStorageThroughput="300"))
+    assert [finding.path for finding in findings] == ["mine/FileSystem.LustreConfiguration.PerUnitStorageThroughput"]
+
+
+def test_security_group_rules_that_may_come_after_the_file_system_are_found():
+    """bottlerocket 3459: they do not reach the data servers."""
+    findings = template_findings(lustre_template(False))
+    assert len(findings) == 4
+    assert {finding.path for finding in findings} == {"mine/FileSystem.DependsOn"}
 
 
 def test_a_refusal_names_every_finding_at_once(templates):
