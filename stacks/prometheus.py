@@ -12,6 +12,7 @@ from aws_cdk import aws_logs as logs
 from aws_cdk import aws_sns as sns
 from constructs import Construct
 
+from config import names
 from config.cluster import CapacityBlock, ClusterConfig
 from config.job import JobConfig
 
@@ -76,6 +77,23 @@ _SCRAPE: dict[str, Any] = {
 }
 
 
+def _scrape(namespace: str) -> dict[str, Any]:
+    """The cluster's own metrics, and those of the job's pods, which name the port that they have them on."""
+    training = {
+        "job_name": "training",
+        "kubernetes_sd_configs": [{"role": "pod", "namespaces": {"names": [namespace]}}],
+        "relabel_configs": [
+            {
+                "source_labels": ["__meta_kubernetes_pod_container_port_name"],
+                "action": "keep",
+                "regex": names.METRICS_PORT_NAME,
+            },
+            *_NAMES,
+        ],
+    }
+    return {**_SCRAPE, "scrape_configs": [*_SCRAPE["scrape_configs"], training]}
+
+
 class Prometheus(Construct):
     """Metrics of the cluster without an agent in it. Grafana or any PromQL client reads the workspace.
 
@@ -99,7 +117,7 @@ class Prometheus(Construct):
         super().__init__(scope, id_)
         self.workspace = self._workspace(topic)
         self._let_publish(topic)
-        self._scraper(cluster, subnets)
+        self._scraper(cluster, subnets, job.namespace)
         aps.CfnRuleGroupsNamespace(
             self, "Alerts", name="training", workspace=self.workspace.attr_arn, data=_yaml(alerts(config, job))
         )
@@ -120,7 +138,7 @@ class Prometheus(Construct):
             logging_configuration=aps.CfnWorkspace.LoggingConfigurationProperty(log_group_arn=log_group.log_group_arn),
         )
 
-    def _scraper(self, cluster: eks.ICluster, subnets: list[ec2.ISubnet]) -> aps.CfnScraper:
+    def _scraper(self, cluster: eks.ICluster, subnets: list[ec2.ISubnet], namespace: str) -> aps.CfnScraper:
         return aps.CfnScraper(
             self,
             "Scraper",
@@ -128,7 +146,7 @@ class Prometheus(Construct):
                 amp_configuration=aps.CfnScraper.AmpConfigurationProperty(workspace_arn=self.workspace.attr_arn)
             ),
             scrape_configuration=aps.CfnScraper.ScrapeConfigurationProperty(
-                configuration_blob=cdk.Fn.base64(_yaml(_SCRAPE))
+                configuration_blob=cdk.Fn.base64(_yaml(_scrape(namespace)))
             ),
             source=aps.CfnScraper.SourceProperty(
                 eks_configuration=aps.CfnScraper.EksConfigurationProperty(

@@ -24,6 +24,7 @@ AMI_HUGE_PAGES_MIB = 5128 * 2
 # vpc-cni, kube-proxy, Pod Identity, Lustre driver, monitoring agent and its DCGM, both device plugins, dcgm-exporter,
 # CloudWatch's agent and logs, and as many again of somebody else's.
 DAEMON_PODS = 24
+CLUSTER_SCOPED = ("ClusterQueue", "Namespace", "PersistentVolume", "PriorityClass", "ResourceFlavor", "StorageClass")
 EFFECTS = {"NO_SCHEDULE": "NoSchedule", "NO_EXECUTE": "NoExecute", "PREFER_NO_SCHEDULE": "PreferNoSchedule"}
 
 
@@ -170,7 +171,7 @@ def test_namespace_claim_and_volume_are_the_ones_that_cdk_installs(sides):
     made = sides.installed("StorageClass")["metadata"]["name"]
     assert installed["spec"]["storageClassName"] == volume["spec"]["storageClassName"] == made
     namespace = sides.installed("Namespace")["metadata"]["name"]
-    placed = [document for document in sides.manifests if document["kind"] not in ("Namespace", "PersistentVolume")]
+    placed = [document for document in sides.manifests if document["kind"] not in CLUSTER_SCOPED]
     assert {document["metadata"]["namespace"] for document in placed} == {namespace}
     used = {
         volume["persistentVolumeClaim"]["claimName"]

@@ -146,7 +146,18 @@ def test_the_scraper_reads_the_cluster_from_two_zones_with_the_nodes_own_group(p
     assert len(source["SubnetIds"]) == 2
     assert "ClusterSecurityGroupId" in json.dumps(source["SecurityGroupIds"])
     scraped = yaml.safe_load(scraper["ScrapeConfiguration"]["ConfigurationBlob"]["Fn::Base64"])
-    assert [job["job_name"] for job in scraped["scrape_configs"]] == ["dcgm-exporter", "pods", "cadvisor"]
+    assert [job["job_name"] for job in scraped["scrape_configs"]] == ["dcgm-exporter", "pods", "cadvisor", "training"]
+
+
+def test_the_scraper_reads_the_jobs_pods_on_the_port_that_the_manifests_name(prometheus, only, deployment_with):
+    scraper = only(prometheus, "AWS::APS::Scraper", "Prometheus")[1]["Properties"]
+    scraped = yaml.safe_load(scraper["ScrapeConfiguration"]["ConfigurationBlob"]["Fn::Base64"])
+    (training,) = [job for job in scraped["scrape_configs"] if job["job_name"] == "training"]
+    (discovery,) = training["kubernetes_sd_configs"]
+    assert discovery["namespaces"] == {"names": [deployment_with().job.namespace]}
+    keep = training["relabel_configs"][0]
+    assert keep["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
+    assert (keep["action"], keep["regex"]) == ("keep", names.METRICS_PORT_NAME)
 
 
 @pytest.fixture(scope="session")
