@@ -93,9 +93,17 @@ def _buildable(deployment: DeploymentConfig) -> ClusterConfig:
 
 def main() -> None:
     """Synthesize the deployment that the context names; a bad one is a line on stderr and exit code 2."""
-    # Stack traces of constructs name jsii's temporary directory and no line of ours: without them an assembly repeats
-    # byte for byte. Not in cdk.json, whose reader reserves keys that begin with aws:.
-    app = cdk.App(analytics_reporting=False, context={"aws:cdk:disable-creation-stack-traces": True})
+    app = cdk.App(
+        analytics_reporting=False,
+        # Stack traces of constructs name jsii's temporary directory and no line of ours, and a slow synth leaves its
+        # timings in the assembly: without both it repeats byte for byte. Not in cdk.json, whose reader reserves keys
+        # that begin with aws:.
+        context={"aws:cdk:disable-creation-stack-traces": True},
+        performance_reporting=False,
+        # aws-cdk-lib's own template validator takes two thirds of a synth, and finds less than the tests' cfn-lint and
+        # the rules below (docs/decisions.md).
+        builtin_cloud_formation_validation=False,
+    )
     try:
         build(app, load(_deployment_path(app.node.try_get_context("deployment"))))
     except ValueError as error:

@@ -34,6 +34,9 @@ EKS_IMAGE_ACCOUNTS: dict[str, str] = dict.fromkeys(
     "602401143452",
 )
 
+# Where CloudFormation has no AWS::Budgets::Budget (its registry, as cfn-lint 1.58 ships it).
+REGIONS_WITHOUT_BUDGETS = ("ap-northeast-3", "eu-north-1")
+
 # FSx for Lustre, PERSISTENT_2 on SSD (AWS::FSx::FileSystem: StorageCapacity, PerUnitStorageThroughput,
 # MetadataConfiguration). CloudFormation finds a wrong one only after minutes (terraform-provider-aws #24341).
 FSX_CAPACITY_STEP_GIB = 2400
@@ -231,7 +234,7 @@ class NetworkConfig(Config):
 
 
 class AddonsConfig(Config):
-    """What is installed beside the necessary; versions stand in stacks/addons.py."""
+    """What is installed beside the necessary; versions stand in stacks/helm_releases.py."""
 
     dcgm_exporter: bool = Field(default=True, description="GPU metrics for Prometheus, the Xid counter among them")
     kueue: bool = Field(default=False, description="queues for several teams' jobs; one job alone needs none")
@@ -341,8 +344,14 @@ class ClusterConfig(Config):
                 f"network.mirror_registry {mirror} is in another region, which no endpoint of {self.region} reaches; "
                 "copy charts and images into this one"
             )
+        budget = self.observability.monthly_budget_usd
+        if budget is not None and self.region in REGIONS_WITHOUT_BUDGETS:
+            yield (
+                f"observability.monthly_budget_usd {budget}: CloudFormation makes no budget in {self.region}; leave it "
+                "out, and make one for the account in the console"
+            )
         if self.observability.metrics == "prometheus" and not self.addons.dcgm_exporter:
-            raise ValueError(
+            yield (
                 "observability.metrics prometheus reads the GPUs from dcgm-exporter; set addons.dcgm_exporter to true"
             )
         release = self.ami_release_version

@@ -62,14 +62,17 @@ class InstanceType:
         """Pods that the VPC CNI can give an address: it adds interfaces on card 0 only, in the slots left by EFA.
 
         The EKS formula per interface (addresses minus its own) plus 2 for aws-node and kube-proxy, which share the
-        host's. On p5 the two slots of card 0 are taken, so it is 51, not the 100 that the AMI would assume.
+        host's. On p5 the two slots of card 0 are taken, so it is 51, not the 100 that the AMI would assume. And never
+        more than EKS recommends for the number of vCPUs (amazon-eks-ami, max-pods-calculator.sh): p4d has the addresses
+        for 688, and kubelet would reserve 11 MiB for each.
         """
         slots = self.max_interfaces_per_card - (1 if self.primary_card_has_efa else 0)
-        return slots * (self.ipv4_per_interface - 1) + 2
+        return min(slots * (self.ipv4_per_interface - 1) + 2, 110 if self.vcpu_count < 30 else 250)
 
 
-# AWS's examples for P4d put device 1 on every further card (EC2 user guide, "Multiple network cards"), where all later
-# types have device 0; a card takes 15 interfaces, so either index is free. A100s have no FP8.
+# Device 1 on the further cards, where later types have device 0: what eksctl and Terraform's EKS module launch P4d with
+# (eksctl #7643), and a card takes 15 interfaces, so either index is free. An ENA primary with efa-only interfaces runs
+# on P4d too (aws-parallelcluster #7262). A100s have no FP8.
 P4D_24XLARGE = InstanceType(
     name="p4d.24xlarge",
     gpu_count=8,

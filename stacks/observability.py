@@ -49,15 +49,7 @@ class ObservabilityStack(cdk.Stack):
         if config.observability.metrics == "cloudwatch":
             self._alarm_on_nodes(config, job, cluster)
         if config.observability.metrics == "prometheus":
-            assert job.instance is not None, "DeploymentConfig asks for it where there is a cluster"
-            Prometheus(
-                self,
-                "Prometheus",
-                cluster=cluster,
-                subnets=subnets,
-                topic=self.topic,
-                gpus_per_node=job.instance.gpu_count,
-            )
+            Prometheus(self, "Prometheus", config=config, job=job, cluster=cluster, subnets=subnets, topic=self.topic)
         self._budget(config.observability)
         cdk.CfnOutput(self, "TopicArn", value=self.topic.topic_arn, description="subscribe here to be told")
 

@@ -12,6 +12,10 @@ from aws_cdk import aws_logs as logs
 from aws_cdk import aws_sns as sns
 from constructs import Construct
 
+from config import names
+from config.cluster import CapacityBlock, ClusterConfig
+from config.job import JobConfig
+
 _NAMES = [
     {"source_labels": ["__meta_kubernetes_namespace"], "target_label": "namespace"},
     {"source_labels": ["__meta_kubernetes_pod_name"], "target_label": "pod"},
@@ -33,7 +37,7 @@ _SCRAPE: dict[str, Any] = {
             ],
         },
         {
-            # What else has metrics says so itself, by the annotations that most charts know.
+            # What else has metrics says so itself, by the annotations that most charts know; kube-state-metrics does.
             "job_name": "pods",
             "kubernetes_sd_configs": [{"role": "pod"}],
             "relabel_configs": [
@@ -57,7 +61,8 @@ _SCRAPE: dict[str, Any] = {
             "job_name": "cadvisor",
             "scheme": "https",
             "kubernetes_sd_configs": [{"role": "node"}],
-            "bearer_token_file": "/var/run/secrets/kubernetes.io/serviceaccount/token",
+            # As the service's own default configuration has it: the scraper's identity in the cluster.
+            "authorization": {"credentials_file": "/var/run/secrets/kubernetes.io/serviceaccount/token"},
             "relabel_configs": [
                 {"target_label": "__address__", "replacement": "kubernetes.default.svc:443"},
                 {
@@ -72,11 +77,30 @@ _SCRAPE: dict[str, Any] = {
 }
 
 
+def _scrape(namespace: str) -> dict[str, Any]:
+    """The cluster's own metrics, and those of the job's pods, which name the port that they have them on."""
+    training = {
+        "job_name": "training",
+        "kubernetes_sd_configs": [{"role": "pod", "namespaces": {"names": [namespace]}}],
+        "relabel_configs": [
+            {
+                "source_labels": ["__meta_kubernetes_pod_container_port_name"],
+                "action": "keep",
+                "regex": names.METRICS_PORT_NAME,
+            },
+            *_NAMES,
+        ],
+    }
+    return {**_SCRAPE, "scrape_configs": [*_SCRAPE["scrape_configs"], training]}
+
+
 class Prometheus(Construct):
     """Metrics of the cluster without an agent in it. Grafana or any PromQL client reads the workspace.
 
-    The scraper finds its way in by an access entry that the service makes for its own role, since the cluster has
-    access entries only (Amazon Managed Service for Prometheus user guide, "Set up managed collectors").
+    No access entry for the scraper here: the service makes one for its service-linked role, with
+    AmazonPrometheusScraperPolicy, in clusters that have access entries, and EKS lets nobody else make one for such a
+    role. No key of ours on the workspace: a managed scraper can't write to such a one (both: Amazon Managed Service for
+    Prometheus user guide, "Set up managed collectors for Amazon EKS").
     """
 
     def __init__(
@@ -84,12 +108,21 @@ class Prometheus(Construct):
         scope: Construct,
         id_: str,
         *,
+        config: ClusterConfig,
+        job: JobConfig,
         cluster: eks.ICluster,
         subnets: list[ec2.ISubnet],
         topic: sns.Topic,
-        gpus_per_node: int,
     ) -> None:
         super().__init__(scope, id_)
+        self.workspace = self._workspace(topic)
+        self._let_publish(topic)
+        self._scraper(cluster, subnets, job.namespace)
+        aps.CfnRuleGroupsNamespace(
+            self, "Alerts", name="training", workspace=self.workspace.attr_arn, data=_yaml(alerts(config, job))
+        )
+
+    def _workspace(self, topic: sns.Topic) -> aps.CfnWorkspace:
         log_group = logs.LogGroup(
             self,
             "Logs",
@@ -98,27 +131,22 @@ class Prometheus(Construct):
             retention=logs.RetentionDays.ONE_MONTH,
             removal_policy=cdk.RemovalPolicy.DESTROY,
         )
-        self.workspace = aps.CfnWorkspace(
+        return aps.CfnWorkspace(
             self,
             "Workspace",
             alert_manager_definition=_alert_manager(topic),
             logging_configuration=aps.CfnWorkspace.LoggingConfigurationProperty(log_group_arn=log_group.log_group_arn),
         )
-        self._let_publish(topic)
-        self._scraper(cluster, subnets)
-        aps.CfnRuleGroupsNamespace(
-            self, "Alerts", name="training", workspace=self.workspace.attr_arn, data=_alerts(gpus_per_node)
-        )
 
-    def _scraper(self, cluster: eks.ICluster, subnets: list[ec2.ISubnet]) -> None:
-        aps.CfnScraper(
+    def _scraper(self, cluster: eks.ICluster, subnets: list[ec2.ISubnet], namespace: str) -> aps.CfnScraper:
+        return aps.CfnScraper(
             self,
             "Scraper",
             destination=aps.CfnScraper.DestinationProperty(
                 amp_configuration=aps.CfnScraper.AmpConfigurationProperty(workspace_arn=self.workspace.attr_arn)
             ),
             scrape_configuration=aps.CfnScraper.ScrapeConfigurationProperty(
-                configuration_blob=cdk.Fn.base64(_yaml(_SCRAPE))
+                configuration_blob=cdk.Fn.base64(_yaml(_scrape(namespace)))
             ),
             source=aps.CfnScraper.SourceProperty(
                 eks_configuration=aps.CfnScraper.EksConfigurationProperty(
@@ -159,28 +187,58 @@ def _alert_manager(topic: sns.Topic) -> str:
     return cdk.Fn.join("", ["alertmanager_config: |\n  ", stack.to_json_string(config)])
 
 
-def _alerts(gpus_per_node: int) -> str:
-    rules = [
-        {
-            "alert": "GpusPerNode",
-            "expr": f"count by (node) (DCGM_FI_DEV_GPU_TEMP) < {gpus_per_node}",
-            "for": "10m",
-            "annotations": {"summary": f"{{{{ $labels.node }}}} shows fewer than {gpus_per_node} GPUs"},
-        },
-        {
-            "alert": "GpuXidError",
-            "expr": "DCGM_FI_DEV_XID_ERRORS > 0",
-            "for": "1m",
-            "annotations": {"summary": "{{ $labels.node }}: GPU {{ $labels.gpu }} reports Xid {{ $value }}"},
-        },
-        {
-            "alert": "GpuMetricsMissing",
-            "expr": "absent(DCGM_FI_DEV_GPU_TEMP)",
-            "for": "15m",
-            "annotations": {"summary": "no GPU node reports to dcgm-exporter"},
-        },
+# What a program's own mistake or its end by SIGKILL leaves behind; the in-job restart deals with it. NVIDIA's Xid
+# catalog: 13 graphics exception, 31 page fault, 43 stopped processing, 45 preemptive cleanup.
+_XIDS_OF_PROGRAMS = (13, 31, 43, 45)
+
+
+def alerts(config: ClusterConfig, job: JobConfig) -> dict[str, Any]:
+    """The alarms that CloudWatch has (stacks/observability.py), from kube-state-metrics, and Xids of dcgm-exporter."""
+    assert job.instance is not None, "DeploymentConfig asks for it where there is a cluster"
+    rules = _faults(job.instance.gpu_count)
+    if not isinstance(config.capacity, CapacityBlock):  # Its nodes come and go with the block; that is no fault.
+        rules += _absences(job.pod_count + config.system_nodes.node_count)
+    return {"groups": [{"name": "training", "rules": rules}]}
+
+
+def _faults(gpus: int) -> list[dict[str, Any]]:
+    own = " or ".join(f"DCGM_FI_DEV_XID_ERRORS == {xid}" for xid in _XIDS_OF_PROGRAMS)
+    return [
+        _alert(
+            "NodeUnhealthy",
+            # Every condition whose name ends like this is good when true: the kubelet's, and the monitoring agent's,
+            # on which node repair acts.
+            'kube_node_status_condition{condition=~".*Ready",status!="true"} == 1',
+            3,
+            "{{ $labels.node }} is not {{ $labels.condition }}",
+        ),
+        _alert(
+            "GpusPerNode",
+            # So that a GPU which the device plugin marks unhealthy counts too; Container Insights has capacity only.
+            f'kube_node_status_allocatable{{resource="nvidia_com_gpu"}} < {gpus}',
+            10,
+            f"{{{{ $labels.node }}}} has {{{{ $value }}}} of {gpus} GPUs to give",
+        ),
+        _alert(
+            "GpuXidError",
+            f"DCGM_FI_DEV_XID_ERRORS > 0 unless ({own})",
+            1,
+            "{{ $labels.node }}: GPU {{ $labels.gpu }} reports Xid {{ $value }}",
+        ),
     ]
-    return _yaml({"groups": [{"name": "training", "rules": rules}]})
+
+
+def _absences(nodes: int) -> list[dict[str, Any]]:
+    """Metrics that are not there at all are no number below any other: hence `absent`."""
+    fewer = f"count(kube_node_info) < {nodes} or absent(kube_node_info)"
+    return [
+        _alert("Nodes", fewer, 15, f"fewer nodes than the deployment's {nodes}"),
+        _alert("GpuMetricsMissing", "absent(DCGM_FI_DEV_GPU_TEMP)", 15, "no GPU node reports to dcgm-exporter"),
+    ]
+
+
+def _alert(name: str, expr: str, minutes: int, summary: str) -> dict[str, Any]:
+    return {"alert": name, "expr": expr, "for": f"{minutes}m", "annotations": {"summary": summary}}
 
 
 class _PlainDumper(yaml.SafeDumper):

@@ -288,6 +288,12 @@ def test_volume_names_the_file_system_by_id_dns_name_and_mount_name(cluster):
     assert "LustreMountName" in spec["csi"]["volumeAttributes"]["mountname"]
 
 
+def test_no_log_of_the_librarys_own_functions_outlives_the_stack(cluster):
+    groups = cluster.find_resources("AWS::Logs::LogGroup")
+    assert groups
+    assert {group["DeletionPolicy"] for group in groups.values()} == {"Delete"}
+
+
 @pytest.mark.parametrize(
     ("stack", "output"),
     [

@@ -3,6 +3,7 @@
 UPDATE_SNAPSHOTS=1 python -m pytest tests/stacks/test_outlines.py
 """
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -33,12 +34,28 @@ _PLUMBING = ("AWS::CDK::Metadata", "AWS::Lambda::", "AWS::IAM::Policy")
 
 
 def outline(template: dict[str, Any]) -> dict[str, Any]:
-    """Logical id and type of every resource, with its shorter settings."""
+    """Logical id and type of every resource, whether it outlives its stack, and its shorter settings."""
     return {
-        f"{name} ({resource['Type']})": _short(resource.get("Properties", {}))
+        f"{name} ({resource['Type']})": _fate(resource) | _short(resource.get("Properties", {}))
         for name, resource in sorted(template["Resources"].items())
         if not resource["Type"].startswith(_PLUMBING)
     }
+
+
+def _fate(resource: dict[str, Any]) -> dict[str, Any]:
+    policy = {"DeletionPolicy": resource.get("DeletionPolicy", "Delete")}
+    return {} if policy == {"DeletionPolicy": "Delete"} else policy
+
+
+def _interfaces(value: list[dict[str, Any]]) -> list[str]:
+    """Neighbours of the same kind on one line, and the security groups once where they are all the same."""
+    lines = []
+    for (device, kind), same in itertools.groupby(value, key=lambda nic: (nic["DeviceIndex"], nic["InterfaceType"])):
+        cards = [nic["NetworkCardIndex"] for nic in same]
+        assert cards == list(range(cards[0], cards[-1] + 1))
+        lines.append(f"cards {cards[0]}-{cards[-1]}, device {device}, {kind}")
+    groups = sorted({" + ".join(map(_short, nic["Groups"])) for nic in value})
+    return [*lines, *(f"{'each' if len(groups) == 1 else 'some'} in {group}" for group in groups)]
 
 
 def _short(value: Any) -> Any:
@@ -54,7 +71,11 @@ def _short(value: Any) -> Any:
                 return f"import {_short(inner)}"
             if key == "Fn::Join":
                 return "".join(part if isinstance(part, str) else f"<{_short(part)}>" for part in inner[1])
-        return {key: _short(inner) for key, inner in value.items() if key not in _LEFT_OUT}
+        return {
+            key: _interfaces(inner) if key == "NetworkInterfaces" else _short(inner)
+            for key, inner in value.items()
+            if key not in _LEFT_OUT
+        }
     if isinstance(value, list):
         shortened = [_short(item) for item in value]
         return shortened if len(shortened) <= 4 else [*shortened[:3], f"and {len(shortened) - 3} more"]
