@@ -1,5 +1,6 @@
 """One deployment file, parsed once into a frozen object: cluster, job and training run, checked across sections."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -30,7 +31,6 @@ class DeploymentConfig(Config):
             self.train.check_world_size(self.job.world_size)
         except ValueError as error:
             raise ValueError(f"train: {error}") from error
-        self._check_pod()
         for field, path in (
             ("train.data.path", self.train.data.path),
             ("train.run_directory", self.train.run_directory),
@@ -38,15 +38,23 @@ class DeploymentConfig(Config):
         ):
             if Path(names.FSX_MOUNT) not in Path(path).parents:
                 raise ValueError(f"{field} {path} must lie under {names.FSX_MOUNT}, the shared volume; move it there")
+        for problem in self._pod_problems():
+            raise ValueError(problem)
         return self
 
-    def _check_pod(self) -> None:
-        """Raise ValueError for what a pod could not be made of, or would be killed for."""
-        self.job.grace_period_seconds(self.train.restarts)
-        worker_resources(self.job, self.train)
+    def _pod_problems(self) -> Iterator[str]:
+        """What a pod could not be made of, or would be killed for."""
+        for check in (
+            lambda: self.job.grace_period_seconds(self.train.restarts),
+            lambda: worker_resources(self.job, self.train),
+        ):
+            try:
+                check()
+            except ValueError as error:
+                yield str(error)
         preparation = self.job.prepare_data
         if preparation is not None and Path(names.FSX_MOUNT) not in Path(preparation.input_directory).parents:
-            raise ValueError(
+            yield (
                 f"job.prepare_data.input_directory {preparation.input_directory} must lie under {names.FSX_MOUNT}, "
                 "the shared volume; move it there"
             )

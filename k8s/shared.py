@@ -5,9 +5,7 @@ from cdk8s_plus_33 import k8s as kube
 from constructs import Construct
 
 from config.deployment import DeploymentConfig
-from config.workload import DEFAULT_PRIORITY_CLASS
 from k8s import storage
-from k8s.queue import LocalQueue
 
 # Pod Security Standards. Baseline is enforced, since an init container runs as root to make the run's directories; all
 # else keeps to restricted while job.run_as_user is not root.
@@ -16,7 +14,6 @@ POD_SECURITY_LABELS = {
     "pod-security.kubernetes.io/warn": "restricted",
 }
 _CLAIM_GIB = 20  # a drill's small runs
-_PRIORITY = 1_000_000  # pods without a class have 0, the system's classes two billion
 
 
 class SharedChart(Chart):
@@ -35,20 +32,3 @@ class SharedChart(Chart):
         else:
             claim = storage.fsx_claim_props(namespace=namespace, capacity_gib=deployment.cluster.storage.capacity_gib)
         kube.KubePersistentVolumeClaim(self, "claim", metadata=claim.metadata, spec=claim.spec)
-        if deployment.job.placement.priority_class == DEFAULT_PRIORITY_CLASS:
-            kube.KubePriorityClass(
-                self,
-                "priority-class",
-                metadata=kube.ObjectMeta(name=DEFAULT_PRIORITY_CLASS),
-                value=_PRIORITY,
-                description="training jobs: before everything without a class, after the system's own",
-            )
-        kueue = deployment.job.kueue
-        if kueue is not None and kueue.cluster_queue is not None:
-            LocalQueue(
-                self,
-                "queue",
-                namespace=namespace,
-                local_queue=kueue.local_queue,
-                cluster_queue=kueue.cluster_queue,
-            )
