@@ -3,7 +3,7 @@
 Counts from Karpenter's generated instance tables and the EC2 EFA guide (2026-03); see docs/decisions.md.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # EC2's own words for the two kinds of interface this project launches (InterfaceType of a launch template).
@@ -33,6 +33,7 @@ class InstanceType:
     memory_mib: int
     nvme_gb: int
     primary_card_has_efa: bool = True
+    further_card_device_index: int = 0
     ipv4_per_interface: int = 50
 
     @property
@@ -50,7 +51,10 @@ class InstanceType:
         """
         primary = NetworkInterface(0, 0, "interface")
         beside = (NetworkInterface(0, 1, "efa-only"),) if self.primary_card_has_efa else ()
-        further = tuple(NetworkInterface(card, 0, "efa-only") for card in range(1, self.network_card_count))
+        further = tuple(
+            NetworkInterface(card, self.further_card_device_index, "efa-only")
+            for card in range(1, self.network_card_count)
+        )
         return (primary, *beside, *further)
 
     @property
@@ -64,6 +68,21 @@ class InstanceType:
         return slots * (self.ipv4_per_interface - 1) + 2
 
 
+# AWS's examples for P4d put device 1 on every further card (EC2 user guide, "Multiple network cards"), where all later
+# types have device 0; a card takes 15 interfaces, so either index is free. A100s have no FP8.
+P4D_24XLARGE = InstanceType(
+    name="p4d.24xlarge",
+    gpu_count=8,
+    gpu_name="A100",
+    efa_count=4,
+    network_card_count=4,
+    max_interfaces_per_card=15,
+    further_card_device_index=1,
+    vcpu_count=96,
+    memory_mib=1_179_648,
+    nvme_gb=8_000,
+)
+P4DE_24XLARGE = replace(P4D_24XLARGE, name="p4de.24xlarge")
 P5_4XLARGE = InstanceType(
     name="p5.4xlarge",
     gpu_count=1,
@@ -136,5 +155,14 @@ P6_B300_48XLARGE = InstanceType(
 
 INSTANCE_TYPES: dict[str, InstanceType] = {
     instance.name: instance
-    for instance in (P5_4XLARGE, P5_48XLARGE, P5E_48XLARGE, P5EN_48XLARGE, P6_B200_48XLARGE, P6_B300_48XLARGE)
+    for instance in (
+        P4D_24XLARGE,
+        P4DE_24XLARGE,
+        P5_4XLARGE,
+        P5_48XLARGE,
+        P5E_48XLARGE,
+        P5EN_48XLARGE,
+        P6_B200_48XLARGE,
+        P6_B300_48XLARGE,
+    )
 }

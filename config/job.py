@@ -42,6 +42,27 @@ class RendezvousConfig(Config):
         return self
 
 
+class ExistingFsxConfig(Config):
+    """An FSx for Lustre file system that is there already, on a cluster that this project did not build.
+
+    `aws fsx describe-file-systems` prints all four; the cluster needs the FSx CSI driver.
+    """
+
+    file_system_id: Annotated[str, Field(pattern=r"^fs-[0-9a-f]{8,17}$")]
+    dns_name: Annotated[str, Field(pattern=r"^fs-[0-9a-f]{8,17}\.fsx\.[a-z0-9-]+\.amazonaws\.com$")]
+    mount_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,8}$")]
+    capacity_gib: PositiveInt
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "ExistingFsxConfig":
+        if not self.dns_name.startswith(f"{self.file_system_id}."):
+            raise ValueError(
+                f"dns_name {self.dns_name} is of another file system than file_system_id {self.file_system_id}; "
+                "copy both from one"
+            )
+        return self
+
+
 class JobConfig(Config):
     """N active nodes + S spares of one instance type; no instance type means CPU pods."""
 
@@ -82,6 +103,10 @@ class JobConfig(Config):
     # and the JobSet starts a new generation (train.restarts.job.max_restarts).
     backoff_limit_per_index: NonNegativeInt = 3
     rendezvous: RendezvousConfig = RendezvousConfig()
+    storage: ExistingFsxConfig | None = Field(
+        default=None,
+        description="without a cluster section: the file system to mount; left out, the default class makes one",
+    )
 
     @field_validator("instance_type")
     @classmethod

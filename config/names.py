@@ -6,6 +6,7 @@ Exit codes are the trainer's own contract and stand in training/config.py, which
 # Storage: claim, and where the trainer finds things inside its pod.
 FSX_CLAIM = "fsx-training"
 FSX_VOLUME = "fsx-training"
+FSX_STORAGE_CLASS = "fsx-static"
 FSX_MOUNT = "/fsx"
 # Folders of the file system that are linked to S3; below the mount.
 FSX_DATASETS = "/data"
@@ -26,10 +27,6 @@ NODE_ROLE_SYSTEM = "system"
 # Extended resources advertised by the device plugins.
 GPU_RESOURCE = "nvidia.com/gpu"
 EFA_RESOURCE = "vpc.amazonaws.com/efa"
-
-# Exit codes of `python -m training.preflight`: a node is not fit, or a check could not be run.
-EXIT_PREFLIGHT_FAILED = 94
-EXIT_PREFLIGHT_NOT_RUN = 95
 
 # Where a trainer offers its metrics.
 METRICS_PORT = 9464

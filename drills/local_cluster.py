@@ -47,9 +47,9 @@ class LocalCluster:
         self._shared = shared_directory
         self._port = port if port is not None else free_port()
         self._has_control = deployment.job.rendezvous.mode == "control"
-        self._control: subprocess.Popen[bytes] | None = None
         self._nodes: list[subprocess.Popen[bytes]] = []
         self.logs = shared_directory / "logs"
+        self._pods = Pods(self.logs)
         self.started_t = 0.0
 
     def site(self, node: int) -> Site:
@@ -64,19 +64,13 @@ class LocalCluster:
         )
 
     def __enter__(self) -> "LocalCluster":
-        # Orphans of a killed launcher become our children instead of init's, so that they can be found and ended.
-        adopt_orphans()
-        self.logs.mkdir(parents=True, exist_ok=True)
-        # Sockets and scratch of the launchers, which a killed one leaves behind. Not under `shared_directory`, whose
-        # path may be too long for a Unix socket's name.
-        self._scratch = tempfile.TemporaryDirectory(prefix="drill-", ignore_cleanup_errors=True)
+        self._pods.open()
         Path(self.site(0).train_json).write_text(launcher.train_json(self._deployment, self.site(0)))
         self.started_t = time.time()
         try:
             if self._has_control:
-                self._control = self._spawn(
-                    "control", launcher.supervised(launcher.control_command(self._deployment, self.site(0))), {}
-                )
+                control = launcher.supervised(launcher.control_command(self._deployment, self.site(0)))
+                self._pods.start("control", [*launcher.SUPERVISOR, *control], {})
             for node in range(self._deployment.job.pod_count):
                 self._nodes.append(self._start_node(node))
         except BaseException:
@@ -95,24 +89,7 @@ class LocalCluster:
             launcher.worker_command(self._deployment, site),
             run_directory=launcher.run_directory(self._deployment, site),
         )
-        return self._spawn(f"node-{node}", command, environment)
-
-    def _spawn(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        inherited = {key: os.environ[key] for key in _INHERITED if key in os.environ}
-        scripts = str(Path(sys.executable).parent)
-        inherited["TMPDIR"] = self._scratch.name
-        inherited["PATH"] = f"{scripts}{os.pathsep}{inherited.get('PATH', os.defpath)}"
-        with (self.logs / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(
-                [*launcher.SUPERVISOR, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=_REPOSITORY,
-                env={**inherited, **environment},
-                start_new_session=True,
-                preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509  no threads here
-            )
+        return self._pods.start(f"node-{node}", [*launcher.SUPERVISOR, *command], environment)
 
     def exited(self) -> list[NodeExit]:
         """Nodes whose launcher has ended."""
@@ -131,6 +108,57 @@ class LocalCluster:
 
     def stop(self) -> None:
         """End every process that this cluster started, and what those started in turn."""
+        self._pods.close()
+
+
+class Pods:
+    """Pods as processes of this machine: each a supervisor in a session of its own, and all that it starts."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def open(self) -> None:
+        """Get ready to start pods."""
+        # Orphans of a killed launcher become our children instead of init's, so that they can be found and ended.
+        adopt_orphans()
+        self._logs.mkdir(parents=True, exist_ok=True)
+        # Sockets and scratch of the launchers, which a killed one leaves behind. Not in a folder of the run, whose path
+        # may be too long for a Unix socket's name.
+        self._scratch = tempfile.TemporaryDirectory(prefix="drill-", ignore_cleanup_errors=True)
+
+    def start(self, name: str, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start a pod; its output is appended to `logs/<name>.log`."""
+        assert self._scratch is not None, "open() comes first"
+        inherited = {key: os.environ[key] for key in _INHERITED if key in os.environ}
+        scripts = str(Path(sys.executable).parent)
+        inherited["TMPDIR"] = self._scratch.name
+        inherited["PATH"] = f"{scripts}{os.pathsep}{inherited.get('PATH', os.defpath)}"
+        with (self._logs / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=_REPOSITORY,
+                env={**inherited, **environment},
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509  no threads here
+            )
+
+    def kill(self, pod: subprocess.Popen[bytes]) -> None:
+        """End a pod as the loss of its node does: every process of it at once, without a word."""
+        processes = tree(pod.pid)
+        for process in processes:  # first stopped, so that none sees another one's end
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        for process in {*processes, *tree(pod.pid)}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        pod.wait()
+
+    def close(self) -> None:
+        """End every process that was started, and what those started in turn."""
         deadline = time.monotonic() + _STOP_SECONDS
         # Killing a process may orphan its children, which then turn up here: hence until none is left.
         while (alive := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
@@ -138,7 +166,17 @@ class LocalCluster:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(alive, timeout=1)
-        self._scratch.cleanup()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants; none if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _address(node: int) -> str:

@@ -13,6 +13,7 @@ from config.deployment import DeploymentConfig
 from config.worker import worker_resources
 from k8s import launcher, placement, pod, policies, queue
 from k8s.resources import whole_node
+from training.config import EXIT_PREFLIGHT_FAILED
 
 PREFLIGHT = "preflight"
 _DEADLINE_SECONDS = 3600
@@ -61,7 +62,7 @@ class PreflightChart(Chart):
 def command(deployment: DeploymentConfig) -> list[str]:
     """Argv of one node's checks."""
     worker = worker_resources(deployment.job, deployment.train)
-    on_fsx = deployment.cluster is not None
+    on_fsx = deployment.cluster is not None or deployment.job.storage is not None
     return [
         "python",
         "-m",
@@ -94,7 +95,7 @@ def _job_spec(deployment: DeploymentConfig) -> kube.JobSpec:
                 kube.PodFailurePolicyRule(
                     action="FailIndex",
                     on_exit_codes=kube.PodFailurePolicyOnExitCodesRequirement(
-                        container_name=PREFLIGHT, operator="In", values=[names.EXIT_PREFLIGHT_FAILED]
+                        container_name=PREFLIGHT, operator="In", values=[EXIT_PREFLIGHT_FAILED]
                     ),
                 )
             ]

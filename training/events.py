@@ -10,12 +10,16 @@ O_APPEND, so it survives a SIGKILL that comes after it. Events and their own fie
     process_group_ready
     model_ready
     restore_start
-    restored              step: last step whose result is in the model, 0 for a fresh start; tier: durable | none
+    restored              step: last step whose result is in the model, 0 for a fresh start; tier: memory | local |
+                          durable | none; damaged: what was passed over, one line each
     fault                 kind, step: written before the fault strikes
     step                  step, started_t, loss, grad_norm, learning_rate, sample_ids: this rank's samples
     stall                 step, started_t, phase: save | finalize | final_save; training waited for the checkpoint
     checkpoint_committed  step, started_t, size_bytes (rank 0)
+    checkpoint_replicated step: every rank has it on its node, and where so set on a peer's (rank 0)
+    save_failed           step, reason: this save is lost, training goes on (rank 0)
     abort                 this rank was told to leave the training function (in-process restart)
+    peer_lost             peer: the rank whose node is gone; this process ends, for in-job restart to begin
     refused               reason: settings, corpus or checkpoints do not fit; the job ends, no restart can mend it
     complete              step, loss, params_sha256: training is done on this rank
 """

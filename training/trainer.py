@@ -6,10 +6,10 @@ Entered again from the top by each in-process restart; what outlives an attempt 
 import datetime
 import hashlib
 import math
-import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -18,13 +18,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess import CallWrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from training import parallelism
-from training.checkpoint.durable import CheckpointError, Committed, DurableCheckpointer
-from training.checkpoint.writer import BackgroundWriter
+from training.checkpoint.checkpointer import Checkpointer
+from training.checkpoint.restorer import CheckpointError, Restored
+from training.checkpoint.saver import Saver
+from training.checkpoint.state import (
+    Tensors,
+    live_tensors,
+    random_state_tensors,
+    restore_random_state,
+    seed_random_state,
+)
 from training.config import (
     DONE_MARKER,
     EXIT_NO_RESTART,
@@ -39,12 +46,13 @@ from training.faults import FaultInjector
 from training.model import Llama, next_token_loss
 from training.resilience import RankMonitor
 
-_STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+# A poll of a save in flight takes microseconds; thousands of such lines would hide the stalls.
+_STALL_WORTH_SECONDS = 0.001
 
 
 @dataclass
 class Process:
-    """What lives as long as this process: identity, connections, the checkpoint writer."""
+    """What lives as long as this process: identity, connections, staged checkpoints and their writer."""
 
     rank: int
     world_size: int
@@ -53,7 +61,8 @@ class Process:
     store: dist.Store
     events: EventLog
     monitor: RankMonitor
-    writer: BackgroundWriter
+    saver: Saver
+    ranks_per_node: int = 1
 
 
 class Trainer:
@@ -68,54 +77,41 @@ class Trainer:
         self.corpus = TokenizedCorpus(Path(config.data.path))
         self.corpus.check_fits(config.data, config.model)
         self.order = DataOrder(self.corpus.num_samples(config.seq_len), config.global_batch_size, config.seed)
-        self.checkpointer = DurableCheckpointer(
+        self.checkpointer = Checkpointer(
             config.checkpoint,
-            writer=process.writer,
+            saver=process.saver,
+            live=live_tensors(self.model, self.optimizer),
+            moment=self._random_state,
             attempt=f"{process.cycle}-{process.events.iteration}",
+            ranks_per_node=process.ranks_per_node,
             ping=ping,
         )
         self.faults = FaultInjector(
             config.faults, run_directory=Path(config.run_directory), rank=process.rank, events=process.events
         )
         self.last_loss: float | None = None
-        self.saved_step = 0
 
-    def restore(self) -> int:
-        """Load the newest committed checkpoint; returns its step, 0 for a fresh start. Collective."""
-        manifest = self.checkpointer.newest()
-        if manifest is None:
-            return 0
-        _check_identity(manifest["identity"], self.config.identity())
-        state = self._state()
-        if manifest["world_size"] != self.process.world_size:
-            del state["random"]  # kept per rank: it belongs to a world of that size
-        self.checkpointer.load(state, step=manifest["step"])
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_STATE_OPTIONS,
-        )
-        if "random" in state:
-            restore_random_state(state["random"][f"rank{self.process.rank}"])
-        self.last_loss = manifest["loss"]
-        return manifest["step"]
+    def restore(self) -> Restored:
+        """Bring back the newest step that every rank can restore. Collective."""
+        restored = self.checkpointer.restore(lambda manifest: _check_identity(manifest, self.config.identity()))
+        if restored.moment is not None:
+            prefix = self._random_state_prefix
+            restore_random_state({name.removeprefix(prefix): state for name, state in restored.moment.items()})
+        self.last_loss = restored.manifest.get("loss")
+        return restored
 
     def save(self, step: int) -> None:
-        """Start a durable save of the state after `step`. Collective; blocks for staging only."""
-        manifest = {"world_size": self.process.world_size, "loss": self.last_loss, "identity": self.config.identity()}
-        self.checkpointer.save(self._state(), step=step, manifest=manifest)
-        self.saved_step = step
+        """Start the saves that are due after `step`; they copy while the next step runs. Collective."""
+        manifest = {"loss": self.last_loss, "identity": self.config.identity()}
+        self.checkpointer.save(step, manifest, last=step == self.config.total_steps)
 
-    def _state(self) -> dict[str, Any]:
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer, options=_STATE_OPTIONS)
-        random_state = random_state_tensors(self.process.device)
-        return {
-            "model": model_state,
-            "optimizer": optimizer_state,
-            "random": {f"rank{self.process.rank}": random_state},
-        }
+    @property
+    def _random_state_prefix(self) -> str:
+        return f"random.rank{self.process.rank}."
+
+    def _random_state(self) -> Tensors:
+        state = random_state_tensors(self.process.device)
+        return {self._random_state_prefix + name: tensor for name, tensor in state.items()}
 
     def train_step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns the fields of its `step` event. Collective."""
@@ -136,6 +132,7 @@ class Trainer:
             micro_loss.backward()
             loss += micro_loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optimizer.max_grad_norm)
+        self.checkpointer.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
         dist.all_reduce(loss)
@@ -184,7 +181,10 @@ def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper
         ping()
         monitor.heartbeat()
         with monitor.section("checkpointing"):
-            _checkpoint(trainer, step)
+            try:
+                _checkpoint(trainer, step)
+            except CheckpointError as error:
+                _give_up(config, process, str(error))
     _finish(trainer, already_complete=start == config.total_steps)
 
 
@@ -212,37 +212,51 @@ def _set_up(config: TrainConfig, process: Process, *, ping: Callable[[], None]) 
     trainer = Trainer(config, process, ping=ping)
     events.write("model_ready")
     events.write("restore_start")
-    start = trainer.restore()
-    events.write("restored", step=start, tier="durable" if start else "none")
-    # Only now: loading the writer's libraries takes seconds of CPU, which the way back to training needs first.
-    process.writer.get_ready()
-    return trainer, start
+    restored = trainer.restore()
+    events.write("restored", step=restored.step, tier=restored.tier or "none", damaged=restored.damaged)
+    trainer.checkpointer.get_ready(restored)
+    return trainer, restored.step
 
 
 def _checkpoint(trainer: Trainer, step: int) -> None:
-    config, events = trainer.config, trainer.process.events
-    last = step == config.total_steps
-    if trainer.checkpointer.saving:
-        started_t = time.time()
-        overdue = config.checkpoint.commit_within_steps
-        must_wait = overdue is not None and step - trainer.saved_step >= overdue
-        committed = trainer.checkpointer.wait() if must_wait else trainer.checkpointer.poll()
-        events.write("stall", step=step, started_t=started_t, phase="finalize")
-        _record(trainer, committed)
-    if step % config.checkpoint.interval_steps == 0 or last:
-        started_t = time.time()
-        _record(trainer, trainer.checkpointer.wait())
+    """Take note of what became of the saves in flight, and start those that are due."""
+    config, checkpointer = trainer.config.checkpoint, trainer.checkpointer
+    last = step == trainer.config.total_steps
+    saving = checkpointer.saving
+    if saving is not None:
+        overdue = config.commit_within_steps is not None and step - saving.step >= config.commit_within_steps
+        with _stall(trainer, step, "finalize"):
+            checkpointer.wait() if overdue else checkpointer.poll()
+    else:
+        checkpointer.poll()
+    with _stall(trainer, step, "save"):
         trainer.save(step)
-        events.write("stall", step=step, started_t=started_t, phase="save")
     if last:
-        started_t = time.time()
-        _record(trainer, trainer.checkpointer.wait())
-        events.write("stall", step=step, started_t=started_t, phase="final_save")
+        with _stall(trainer, step, "final_save"):
+            checkpointer.wait()
+    _record(trainer)
 
 
-def _record(trainer: Trainer, committed: Committed | None) -> None:
-    if committed is not None and trainer.process.rank == 0:
-        trainer.process.events.write("checkpoint_committed", **vars(committed))
+@contextmanager
+def _stall(trainer: Trainer, step: int, phase: str) -> Iterator[None]:
+    """Time that training waits for checkpoints; told when it is worth it."""
+    started_t = time.time()
+    yield
+    if time.time() - started_t > _STALL_WORTH_SECONDS:
+        trainer.process.events.write("stall", step=step, started_t=started_t, phase=phase)
+
+
+def _record(trainer: Trainer) -> None:
+    outcome, events = trainer.checkpointer.drain(), trainer.process.events
+    if trainer.process.rank != 0:
+        return
+    for committed in outcome.committed:
+        events.write("checkpoint_committed", **committed)
+    for step in outcome.replicated:
+        events.write("checkpoint_replicated", step=step)
+    for failed in outcome.failed:
+        events.write("save_failed", **failed)
+        print(f"warning: checkpoint of step {failed['step']}: {failed['reason']}", file=sys.stderr, flush=True)
 
 
 def _finish(trainer: Trainer, *, already_complete: bool) -> None:
@@ -279,7 +293,8 @@ def schedule_ratio(schedule: ScheduleConfig, step: int, total_steps: int) -> flo
     return schedule.min_ratio + (1 - schedule.min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _check_identity(saved: dict[str, Any], present: dict[str, Any]) -> None:
+def _check_identity(manifest: dict[str, Any], present: dict[str, Any]) -> None:
+    saved = manifest["identity"]
     changed = [
         f"{key} (saved {saved.get(key)!r}, now {value!r})" for key, value in present.items() if saved.get(key) != value
     ]
@@ -288,39 +303,3 @@ def _check_identity(saved: dict[str, Any], present: dict[str, Any]) -> None:
             f"the checkpoint was made with other settings: {'; '.join(changed)}; "
             "restore them, or choose another checkpoint.directory"
         )
-
-
-def seed_random_state(seed: int, rank: int) -> None:
-    """Seed python's, numpy's and torch's generators, each rank differently."""
-    random.seed(f"{seed}-{rank}")
-    np.random.seed((seed * 1_000_003 + rank) % 2**32)
-    torch.manual_seed(seed * 1_000_003 + rank)
-
-
-def random_state_tensors(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of every generator as tensors of fixed shape, so that DCP can load them in place."""
-    version, words, gauss = random.getstate()
-    assert version == 3, version
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    assert name == "MT19937", name
-    state = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),
-        "numpy": torch.tensor([*(int(key) for key in keys), position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Put every generator back into the state that `random_state_tensors` took."""
-    gauss = state["python_gauss"].item()
-    random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss))
-    *keys, position, has_gauss = state["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

@@ -85,6 +85,34 @@ def test_values_out_of_range_are_refused(field, value):
         job(**{field: value})
 
 
+FSX = {
+    "file_system_id": "fs-0123456789abcdef0",
+    "dns_name": "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com",
+    "mount_name": "abcdefgh",
+    "capacity_gib": 4800,
+}
+
+
+def test_an_existing_file_system_is_named_by_all_four_of_its_values():
+    assert job(storage=FSX).storage.mount_name == "abcdefgh"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("file_system_id", "vol-0123456789abcdef0"),
+        ("dns_name", "fs-0123456789abcdef0.efs.us-west-2.amazonaws.com"),
+        ("dns_name", "fs-aaaaaaaaaaaaaaaaa.fsx.us-west-2.amazonaws.com"),
+        ("mount_name", "abc/def"),
+        ("mount_name", "ninechars"),
+        ("capacity_gib", 0),
+    ],
+)
+def test_a_file_system_that_cannot_be_one_is_refused(field, value):
+    with pytest.raises(ValidationError, match=field):
+        job(storage=FSX | {field: value})
+
+
 # Names
 
 

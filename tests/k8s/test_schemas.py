@@ -77,7 +77,7 @@ def test_both_runs_of_a_drill_are_valid(render, name):
 def test_every_object_is_named_once_and_has_its_namespace(manifests):
     names = [(document["kind"], document["metadata"]["name"]) for document in manifests.documents]
     assert len(set(names)) == len(names)
-    cluster_wide = {"Namespace", "PriorityClass", "PersistentVolume"}
+    cluster_wide = {"Namespace", "PriorityClass", "PersistentVolume", "StorageClass"}
     namespaces = {
         document["metadata"].get("namespace")
         for document in manifests.documents

@@ -7,10 +7,14 @@ from pathlib import Path
 import aws_cdk as cdk
 import pytest
 import yaml
+from aws_cdk import aws_eks_v2 as eks
+from aws_cdk import aws_iam as iam
 from aws_cdk.assertions import Template
 
 from app import build
 from config.deployment import DeploymentConfig
+from stacks.gpu_nodegroup import GpuNodegroup
+from stacks.network import NetworkStack
 
 ROOT = Path(__file__).parents[2]
 # The settings of the real synth, but without copying the kubectl provider's 60 MB of Lambda code each time.
@@ -57,6 +61,34 @@ def synthesize(deployment_with, tmp_path_factory):
         return done[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def gpu_template():
+    """gpu_template(deployment) -> Template with the deployment's GPU node group alone: synthesized in a moment."""
+
+    def make(deployment: DeploymentConfig) -> Template:
+        assert deployment.cluster is not None
+        app = cdk.App(context=CONTEXT, analytics_reporting=False)
+        env = cdk.Environment(region=deployment.cluster.region)
+        network = NetworkStack(app, "Network", config=deployment.cluster, env=env)
+        stack = cdk.Stack(app, "Gpu", env=env)
+        cluster = eks.Cluster.from_cluster_attributes(
+            stack, "Cluster", cluster_name="cluster", cluster_security_group_id="sg-0123456789abcdef0"
+        )
+        role = iam.Role(stack, "NodeRole", assumed_by=iam.ServicePrincipal("ec2.amazonaws.com"))
+        GpuNodegroup(
+            stack,
+            "GpuNodegroup",
+            config=deployment.cluster,
+            job=deployment.job,
+            cluster=cluster,
+            network=network,
+            node_role=role,
+        )
+        return Template.from_stack(stack)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -66,6 +66,11 @@ SWITCHES = {
         "storage": {"efa": True, "capacity_gib": 9600, "metadata_iops": 12_000, "retain_data": False},
         "capacity": {"kind": "capacity_block", "reservation_id": "cr-0123456789abcdef0"},
     },
+    "prometheus, with backups": {
+        "observability": {"metrics": "prometheus"},
+        "storage": {"data_repository": False, "backup_retention_days": 7},
+        "capacity": {"kind": "odcr", "reservation_id": "cr-0123456789abcdef0"},
+    },
     "everything off, open to one network": {
         "addons": {"dcgm_exporter": False},
         "observability": {"metrics": "none"},

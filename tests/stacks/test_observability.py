@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from config.cluster import ObservabilityConfig
@@ -112,7 +113,7 @@ def test_alarms_and_budget_go_to_the_address_of_the_deployment(told):
     [
         ({"monthly_budget_usd": 100}, ["monthly_budget_usd 100", "without alarm_email", "set that too"]),
         ({"alarm_email": "ops"}, ["alarm_email: ", "is no e-mail address", "ops@example.com"]),
-        ({"metrics": "prometheus"}, ["metrics: ", "'cloudwatch' or 'none'", "prometheus"]),
+        ({"metrics": "grafana"}, ["metrics: ", "'cloudwatch', 'prometheus' or 'none'", "grafana"]),
         ({"alarm_email": MAIL, "monthly_budget_usd": 0}, ["monthly_budget_usd: ", "0"]),
     ],
 )
@@ -121,3 +122,46 @@ def test_a_wrong_setting_is_one_line(settings, words):
         ObservabilityConfig.model_validate(settings)
     (line,) = describe_errors(caught.value).splitlines()
     assert all(word in line for word in words), line
+
+
+@pytest.fixture(scope="session")
+def prometheus(synthesize):
+    return synthesize(cluster={"observability": {"metrics": "prometheus"}})["observability"]
+
+
+def test_prometheus_takes_the_place_of_container_insights_and_of_its_alarms(prometheus, synthesize):
+    assert set(alarms(prometheus)) == {"FreeDataStorageCapacity"}
+    cluster = synthesize(cluster={"observability": {"metrics": "prometheus"}})["cluster"]
+    addons = [r["Properties"]["AddonName"] for r in cluster.find_resources("AWS::EKS::Addon").values()]
+    assert "amazon-cloudwatch-observability" not in addons
+
+
+def test_the_scraper_reads_the_cluster_from_two_zones_with_the_nodes_own_group(prometheus, only):
+    scraper = only(prometheus, "AWS::APS::Scraper", "Prometheus")[1]["Properties"]
+    source = scraper["Source"]["EksConfiguration"]
+    assert len(source["SubnetIds"]) == 2
+    assert "ClusterSecurityGroupId" in json.dumps(source["SecurityGroupIds"])
+    scraped = yaml.safe_load(scraper["ScrapeConfiguration"]["ConfigurationBlob"]["Fn::Base64"])
+    assert [job["job_name"] for job in scraped["scrape_configs"]] == ["dcgm-exporter", "pods", "cadvisor"]
+
+
+def test_a_missing_gpu_and_an_xid_error_reach_the_topic(prometheus, only):
+    rules = yaml.safe_load(only(prometheus, "AWS::APS::RuleGroupsNamespace", "Prometheus")[1]["Properties"]["Data"])
+    alerts = {rule["alert"]: rule["expr"] for rule in rules["groups"][0]["rules"]}
+    assert alerts["GpusPerNode"] == "count by (node) (DCGM_FI_DEV_GPU_TEMP) < 8"
+    assert alerts["GpuXidError"] == "DCGM_FI_DEV_XID_ERRORS > 0"
+    workspace = only(prometheus, "AWS::APS::Workspace", "Prometheus")[1]["Properties"]
+    parts = workspace["AlertManagerDefinition"]["Fn::Join"][1]
+    topic = only(prometheus, "AWS::SNS::Topic", "Topic")[0]
+    text = "".join("TOPIC" if part == {"Ref": topic} else part if isinstance(part, str) else "X" for part in parts)
+    config = yaml.safe_load(yaml.safe_load(text)["alertmanager_config"])
+    assert config["receivers"][0]["sns_configs"][0]["topic_arn"] == "TOPIC"
+    policy = json.dumps(only(prometheus, "AWS::SNS::TopicPolicy", "Topic")[1])
+    assert "aps.amazonaws.com" in policy
+    key = json.dumps(only(prometheus, "AWS::KMS::Key", "TopicKey")[1])
+    assert "aps.amazonaws.com" in key
+
+
+def test_prometheus_without_dcgm_exporter_has_nothing_to_read(deployment_with):
+    with pytest.raises(ValidationError, match="reads the GPUs from dcgm-exporter; set addons.dcgm_exporter to true"):
+        deployment_with(cluster={"observability": {"metrics": "prometheus"}, "addons": {"dcgm_exporter": False}})
