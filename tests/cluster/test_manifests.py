@@ -9,7 +9,7 @@ import pytest
 
 from config.deployment import load
 from config.worker import worker_resources
-from k8s import rules, server_rules
+from k8s import rules, server_pod_rules, server_rules
 from tests.k8s.conftest import DEPLOYMENTS, changed, render, shipped  # noqa: F401  fixtures
 from tests.k8s.shapes import CHARTS, with_preparation
 from tests.k8s.test_rules import BREACHES, changed_at, whole
@@ -20,14 +20,14 @@ CUSTOM = {"LocalQueue", "PodMonitor", "PrometheusRule"}
 NOT_THIS_SERVERS = {
     server_rules.jobset_targets,
     server_rules.jobset_pod_names,
-    server_rules.user_may_run,
-    server_rules.container_ports,
-    server_rules.environment_names,
+    server_pod_rules.user_may_run,
+    server_pod_rules.container_ports,
+    server_pod_rules.environment_names,
 }
 SERVERS = [
     breach[1:4]
     for breach in BREACHES
-    if breach[0].__module__ == server_rules.__name__ and breach[0] not in NOT_THIS_SERVERS
+    if breach[0].__module__ != "k8s.project_rules" and breach[0] not in NOT_THIS_SERVERS
 ]
 
 
