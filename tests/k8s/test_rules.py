@@ -48,7 +48,10 @@ DAEMON_SET = {
     "apiVersion": "apps/v1",
     "kind": "DaemonSet",
     "metadata": {"name": "exporter", "namespace": "training"},
-    "spec": {"selector": {"matchLabels": {"app": "x"}}, "template": {"metadata": {"labels": {"app": "x"}}, "spec": {}}},
+    "spec": {
+        "selector": {"matchLabels": {"app": "x"}},
+        "template": {"metadata": {"labels": {"app": "x"}}, "spec": {"containers": [{"name": "x", "image": "x"}]}},
+    },
 }
 VOLUME = storage.fsx_volume(
     namespace="training", file_system_id="fs-1", dns_name="fs-1.example", mount_name="abc", capacity_gib=4800
