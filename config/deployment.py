@@ -38,10 +38,6 @@ class DeploymentConfig(Config):
             self.train.check_world_size(self.job.world_size)
         except ValueError as error:
             yield f"train: {error}"
-        try:
-            self._check_pod()
-        except ValueError as error:
-            yield str(error)
         for field, path in (
             ("train.data.path", self.train.data.path),
             ("train.run_directory", self.train.run_directory),
@@ -49,14 +45,21 @@ class DeploymentConfig(Config):
         ):
             if Path(names.FSX_MOUNT) not in Path(path).parents:
                 yield f"{field} {path} must lie under {names.FSX_MOUNT}, the shared volume; move it there"
+        yield from self._pod_problems()
 
-    def _check_pod(self) -> None:
-        """Raise ValueError for what a pod could not be made of, or would be killed for."""
-        self.job.grace_period_seconds(self.train.restarts)
-        worker_resources(self.job, self.train)
+    def _pod_problems(self) -> Iterator[str]:
+        """What a pod could not be made of, or would be killed for."""
+        for check in (
+            lambda: self.job.grace_period_seconds(self.train.restarts),
+            lambda: worker_resources(self.job, self.train),
+        ):
+            try:
+                check()
+            except ValueError as error:
+                yield str(error)
         preparation = self.job.prepare_data
         if preparation is not None and Path(names.FSX_MOUNT) not in Path(preparation.input_directory).parents:
-            raise ValueError(
+            yield (
                 f"job.prepare_data.input_directory {preparation.input_directory} must lie under {names.FSX_MOUNT}, "
                 "the shared volume; move it there"
             )

@@ -76,17 +76,6 @@ class JobConfig(Config):
     spare_count: NonNegativeInt = 0
     nproc_per_node: PositiveInt | None = None
     image: str
-    # 1000 and not root: the restricted profile of the Pod Security Standards. 0 where a node's EFA devices or memlock
-    # limit turn out to need root.
-    run_as_user: Annotated[int, Field(ge=0, le=65_533)] = 1000
-    # Failures of one pod, each replaced, before its index is given up. More indexes given up than there are spares,
-    # and the JobSet starts a new generation (train.restarts.job.max_restarts).
-    backoff_limit_per_index: NonNegativeInt = 3
-    rendezvous: RendezvousConfig = RendezvousConfig()
-    storage: ExistingFsxConfig | None = Field(
-        default=None,
-        description="without a cluster section: the file system to mount; left out, the default class makes one",
-    )
     termination_grace_period_seconds: PositiveInt | None = Field(
         default=None, description="from SIGTERM to SIGKILL; left out, ft_launcher's term-timeout and 30 s"
     )
@@ -107,6 +96,17 @@ class JobConfig(Config):
     monitoring: MonitoringConfig | None = Field(default=None, description="needs the Prometheus operator")
     resource_quota: bool = Field(default=False, description="cap the namespace at this job's GPUs and EFA devices")
     prepare_data: PrepareDataConfig | None = None
+    # 1000 and not root: the restricted profile of the Pod Security Standards. 0 where a node's EFA devices or memlock
+    # limit turn out to need root.
+    run_as_user: Annotated[int, Field(ge=0, le=65_533)] = 1000
+    # Failures of one pod, each replaced, before its index is given up. More indexes given up than there are spares,
+    # and the JobSet starts a new generation (train.restarts.job.max_restarts).
+    backoff_limit_per_index: NonNegativeInt = 3
+    rendezvous: RendezvousConfig = RendezvousConfig()
+    storage: ExistingFsxConfig | None = Field(
+        default=None,
+        description="without a cluster section: the file system to mount; left out, the default class makes one",
+    )
 
     @field_validator("instance_type")
     @classmethod

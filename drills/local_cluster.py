@@ -46,6 +46,7 @@ class LocalCluster:
         self._deployment = deployment
         self._shared = shared_directory
         self._port = port if port is not None else free_port()
+        self._has_control = deployment.job.rendezvous.mode == "control"
         self._nodes: list[subprocess.Popen[bytes]] = []
         self.logs = shared_directory / "logs"
         self._pods = Pods(self.logs)
@@ -54,9 +55,10 @@ class LocalCluster:
     def site(self, node: int) -> Site:
         """Node's site: 127.0.0.2 for node 0 and so on, each with the shared directory."""
         return Site(
-            rendezvous_host="127.0.0.1",
+            # Where the store is: in the control pod, or in node 0.
+            rendezvous_host="127.0.0.1" if self._has_control else _address(0),
             rendezvous_port=self._port,
-            local_address=f"127.0.0.{node + 2}",
+            local_address=_address(node),
             shared_directory=str(self._shared),
             train_json=str(self._shared / "train.json"),
         )
@@ -66,8 +68,9 @@ class LocalCluster:
         Path(self.site(0).train_json).write_text(launcher.train_json(self._deployment, self.site(0)))
         self.started_t = time.time()
         try:
-            control = launcher.supervised(launcher.control_command(self._deployment, self.site(0)))
-            self._pods.start("control", [*launcher.SUPERVISOR, *control], {})
+            if self._has_control:
+                control = launcher.supervised(launcher.control_command(self._deployment, self.site(0)))
+                self._pods.start("control", [*launcher.SUPERVISOR, *control], {})
             for node in range(self._deployment.job.pod_count):
                 self._nodes.append(self._start_node(node))
         except BaseException:
@@ -180,6 +183,10 @@ def tree(pid: int) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def _address(node: int) -> str:
+    return f"127.0.0.{node + 2}"
 
 
 def free_port() -> int:

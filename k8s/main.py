@@ -19,6 +19,7 @@ from config.job import JobConfig
 from k8s import drill, rules
 from k8s.data_job import DIRECTORIES, PREPARE_DATA, DirectoriesChart, PrepareDataChart
 from k8s.preflight_job import PREFLIGHT, PreflightChart
+from k8s.queue import Precedence
 from k8s.shared import SharedChart
 from k8s.training_job import TrainingJobChart
 from training.config import describe_errors
@@ -28,7 +29,7 @@ JOB = "job"
 _PLACEHOLDER_DIGEST = "sha256:" + "0" * 64
 
 # Declares the charts of one folder.
-Declare = Callable[[App], None]
+Declare = Callable[[App], object]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -107,8 +108,13 @@ def with_image(deployment: DeploymentConfig, image: str) -> DeploymentConfig:
 
 def build(app: App, deployment: DeploymentConfig, chart: str = JOB) -> None:
     """Declare what is shared, then the chart. A Job that runs once finds namespace and claim either way."""
+    _declare(app, deployment, chart).add_dependency(_shared(app, deployment))
+
+
+def _shared(app: App, deployment: DeploymentConfig) -> Chart:
     shared = SharedChart(app, f"{deployment.job.name}-shared", deployment=deployment)
-    _declare(app, deployment, chart).add_dependency(shared)
+    Precedence(shared, "precedence", job=deployment.job)
+    return shared
 
 
 def _declare(app: App, deployment: DeploymentConfig, chart: str) -> Chart:
@@ -139,14 +145,10 @@ def write(deployment: DeploymentConfig, out: Path, *, chart: str = JOB) -> list[
 def write_pair(deployment: DeploymentConfig, pair: drill.Pair, out: Path) -> list[Path]:
     """Render what is shared into `out`, and each run of the pair into a folder below. Raises like `write`."""
     folders: dict[str, Declare] = {
-        ".": lambda app: _shared_only(app, deployment),
+        ".": lambda app: _shared(app, deployment),
         **{name: lambda app, run=run: _job_only(app, run) for name, run in pair.runs.items()},
     }
     return _replace(out, folders)
-
-
-def _shared_only(app: App, deployment: DeploymentConfig) -> None:
-    SharedChart(app, f"{deployment.job.name}-shared", deployment=deployment)
 
 
 def _job_only(app: App, deployment: DeploymentConfig) -> None:

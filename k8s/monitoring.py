@@ -1,6 +1,6 @@
 """For the Prometheus operator: what to scrape of a job, and what wakes whom. Alerts use kube-state-metrics too.
 
-Each alert's name is a heading of docs/operations.md. Restarted generations show up as young pods: JobSet's own metrics
+Each alert has its paragraph in docs/operations.md. Restarted generations show up as young pods: JobSet's own metrics
 count only jobs that are over.
 """
 

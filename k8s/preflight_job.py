@@ -62,7 +62,7 @@ class PreflightChart(Chart):
 def command(deployment: DeploymentConfig) -> list[str]:
     """Argv of one node's checks."""
     worker = worker_resources(deployment.job, deployment.train)
-    on_fsx = deployment.cluster is not None
+    on_fsx = deployment.cluster is not None or deployment.job.storage is not None
     return [
         "python",
         "-m",

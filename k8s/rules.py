@@ -7,7 +7,7 @@ object it sees is said by the table that it stands in.
 from collections.abc import Iterator
 from typing import Any
 
-from k8s import project_rules, server_rules
+from k8s import project_rules, server_pod_rules, server_rules
 
 Manifest = dict[str, Any]
 
@@ -21,9 +21,9 @@ def broken(manifest: Manifest) -> Iterator[str]:
         yield from _apply(server_rules.JOB_RULES + project_rules.JOB_RULES, job)
         yield from server_rules.labels_and_annotations(job["template"])
         pod = job["template"]["spec"]
-        yield from _apply(server_rules.POD_RULES + project_rules.POD_RULES, pod)
-        for container in server_rules.containers(pod):
-            yield from _apply(server_rules.CONTAINER_RULES + project_rules.CONTAINER_RULES, container)
+        yield from _apply(server_pod_rules.POD_RULES + project_rules.POD_RULES, pod)
+        for container in server_pod_rules.containers(pod):
+            yield from _apply(server_pod_rules.CONTAINER_RULES + project_rules.CONTAINER_RULES, container)
 
 
 def jobs(manifest: Manifest) -> list[Manifest]:

@@ -6,9 +6,7 @@ from constructs import Construct
 
 from config.deployment import DeploymentConfig
 from config.job import JobConfig
-from config.workload import DEFAULT_PRIORITY_CLASS
 from k8s import storage
-from k8s.queue import LocalQueue
 
 # Pod Security Standards. Baseline is enforced, since an init container runs as root to make the run's directories; all
 # else keeps to restricted while job.run_as_user is not root.
@@ -17,7 +15,6 @@ POD_SECURITY_LABELS = {
     "pod-security.kubernetes.io/warn": "restricted",
 }
 _CLAIM_GIB = 20  # a drill's small runs
-_PRIORITY = 1_000_000  # pods without a class have 0, the system's classes two billion
 
 
 class SharedChart(Chart):
@@ -40,23 +37,6 @@ class SharedChart(Chart):
             )
             claim = self._own_storage(job)
         kube.KubePersistentVolumeClaim(self, "claim", metadata=claim.metadata, spec=claim.spec)
-        if job.placement.priority_class == DEFAULT_PRIORITY_CLASS:
-            kube.KubePriorityClass(
-                self,
-                "priority-class",
-                metadata=kube.ObjectMeta(name=DEFAULT_PRIORITY_CLASS),
-                value=_PRIORITY,
-                description="training jobs: before everything without a class, after the system's own",
-            )
-        kueue = job.kueue
-        if kueue is not None and kueue.cluster_queue is not None:
-            LocalQueue(
-                self,
-                "queue",
-                namespace=job.namespace,
-                local_queue=kueue.local_queue,
-                cluster_queue=kueue.cluster_queue,
-            )
 
     def _own_storage(self, job: JobConfig) -> kube.KubePersistentVolumeClaimProps:
         """The claim on a cluster from elsewhere; with the volume, where the deployment names a file system."""

@@ -8,15 +8,18 @@ import yaml
 from config.deployment import DeploymentConfig, load
 from config.instances import INSTANCE_TYPES
 from config.worker import staging_gib, worker_resources
+from training.config import MODEL_PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def deployment(**job):
+def deployment(*, local=None, **job):
     document = yaml.safe_load((ROOT / "deployments" / "p5-2node.yaml").read_text())
     del document["cluster"]
     document["job"] |= job
     document["train"]["global_batch_size"] = 16 * 8 * 9
+    if local is not None:
+        document["train"]["checkpoint"]["local"] = {"interval_steps": 10, "replicas": 0, **local}
     return DeploymentConfig.model_validate({"name": "p5-2node", **document})
 
 
@@ -63,3 +66,32 @@ def test_half_the_grace_period_is_refused_at_load(tmp_path):
 def test_text_to_tokenize_lies_on_the_shared_volume():
     with pytest.raises(ValueError, match="input_directory /data/raw must lie under /fsx"):
         deployment(prepare_data={"input_directory": "/data/raw"})
+
+
+# Local copies of checkpoints
+
+
+@pytest.mark.parametrize("directory", ["/local", "/fsx/copies", "/tmp/copies", "/local-disk/copies", "relative"])
+def test_local_copies_lie_where_a_worker_may_write(directory):
+    assert deployment(local={"directory": "/local/llama-8b"})
+    with pytest.raises(ValueError, match=f"checkpoint.local.directory {directory} must lie under /dev/shm or /local"):
+        deployment(local={"directory": directory})
+
+
+def test_local_copies_in_memory_are_charged_to_it():
+    found = deployment(local={"directory": "/dev/shm/llama-8b"})
+    # 45 GiB of state on each node: two staged and two copies, and 8 GiB of queues.
+    assert worker_resources(found.job, found.train).shm_gib == 188
+    on_disk = deployment(local={"directory": "/local/llama-8b"})
+    assert worker_resources(on_disk.job, on_disk.train).shm_gib == 98
+
+
+def test_local_copies_that_do_not_fit_the_disk_are_refused():
+    document = yaml.safe_load((ROOT / "deployments" / "p5-2node.yaml").read_text())
+    document["job"]["shm_gib"] = 800
+    document["train"]["model"] = MODEL_PRESETS["llama-3.1-8b"].model_dump() | {"num_hidden_layers": 8000}
+    document["train"]["checkpoint"]["local"] = {"directory": "/local/x", "interval_steps": 10, "replicas": 0}
+    with pytest.raises(
+        ValueError, match=r"two saves of a node with 0 copies .* GiB, /local has 14156; raise job.node_"
+    ):
+        DeploymentConfig.model_validate({"name": "p5-2node", **document})

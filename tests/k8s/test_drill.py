@@ -8,7 +8,6 @@ import yaml
 
 from k8s import drill
 from k8s import main as k8s_main
-from training.config import CheckpointConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL = str(ROOT / "deployments" / "local.yaml")
@@ -104,10 +103,6 @@ def test_a_folder_of_a_drill_is_replaced_and_one_with_other_files_is_not(tmp_pat
     assert (out / "run" / "notes.txt").exists()
 
 
-HAS_MODE = "mode" in CheckpointConfig.model_fields
-
-
-@pytest.mark.skipif(not HAS_MODE, reason="train.checkpoint.mode is not in this tree yet")
 def test_a_benchmark_is_the_job_with_async_and_with_sync_checkpoints(tmp_path):
     out = tmp_path / "out"
     assert run("--out", out, "--benchmark", "checkpoint", "--steps", "40") == 0
@@ -115,9 +110,3 @@ def test_a_benchmark_is_the_job_with_async_and_with_sync_checkpoints(tmp_path):
     assert differences(asynchronous, synchronous) == {"checkpoint", "run_directory"}
     assert differences(asynchronous["checkpoint"], synchronous["checkpoint"]) == {"mode", "directory"}
     assert asynchronous["run_directory"] == "/fsx/runs/local-checkpoint-benchmark/async"
-
-
-@pytest.mark.skipif(HAS_MODE, reason="train.checkpoint.mode is there")
-def test_a_benchmark_of_a_mode_that_is_not_there_is_one_line(tmp_path, capsys):
-    assert run("--out", tmp_path / "out", "--benchmark", "checkpoint") == 2
-    assert "train.checkpoint has no mode" in capsys.readouterr().err

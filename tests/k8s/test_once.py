@@ -8,6 +8,7 @@ from k8s.preflight_job import PREFLIGHT
 from tests.k8s.conftest import DEPLOYMENTS
 from tests.k8s.shapes import with_preparation
 from training import prepare_data
+from training.preflight import __main__ as preflight_main
 from training.supervisor import parse_arguments
 
 
@@ -75,11 +76,10 @@ def test_preflight_expects_what_the_instance_has(shipped):
 
 
 def test_the_preflight_module_takes_these_arguments(preflight):
-    module = pytest.importorskip("training.preflight.__main__", reason="training/preflight is not in this tree yet")
     command = parse_arguments(preflight.container(PREFLIGHT)["args"]).command
     instance = preflight.deployment.job.instance
     assert command[:3] == ["python", "-m", "training.preflight"]
-    assert module.parse_arguments(command[3:]).expect_gpus == (instance.gpu_count if instance else 0)
+    assert preflight_main.parse_arguments(command[3:]).expect_gpus == (instance.gpu_count if instance else 0)
 
 
 def test_an_unfit_node_is_not_tried_again_and_the_others_finish(preflight):

@@ -74,7 +74,7 @@ def document(job):
 
 # Without shrinking: an example is small enough to read, and each takes part of a second.
 @settings(
-    max_examples=40,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     database=None,

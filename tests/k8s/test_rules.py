@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from k8s import main as k8s_main
-from k8s import placement, project_rules, rules, server_rules, storage
+from k8s import placement, project_rules, rules, server_pod_rules, server_rules, storage
 from tests.k8s.shapes import SHAPES
 
 JOB = ("spec", "replicatedJobs", 1, "template", "spec")
@@ -48,7 +48,10 @@ DAEMON_SET = {
     "apiVersion": "apps/v1",
     "kind": "DaemonSet",
     "metadata": {"name": "exporter", "namespace": "training"},
-    "spec": {"selector": {"matchLabels": {"app": "x"}}, "template": {"metadata": {"labels": {"app": "x"}}, "spec": {}}},
+    "spec": {
+        "selector": {"matchLabels": {"app": "x"}},
+        "template": {"metadata": {"labels": {"app": "x"}}, "spec": {"containers": [{"name": "x", "image": "x"}]}},
+    },
 }
 VOLUME = storage.fsx_volume(
     namespace="training", file_system_id="fs-1", dns_name="fs-1.example", mount_name="abc", capacity_gib=4800
@@ -67,12 +70,24 @@ BREACHES = [
         "OnFailure",
         "podFailurePolicy needs restartPolicy",
     ),
-    (server_rules.devices, "JobSet", (*LIMITS, "nvidia.com/gpu"), REMOVED, "nvidia.com/gpu: request 8 and limit None"),
-    (server_rules.devices, "JobSet", (*LIMITS, "nvidia.com/gpu"), 4, "nvidia.com/gpu: request 8 and limit 4"),
-    (server_rules.devices, "JobSet", (*LIMITS, "vpc.amazonaws.com/efa"), "500m", "500m must be a whole number"),
+    (
+        server_pod_rules.devices,
+        "JobSet",
+        (*LIMITS, "nvidia.com/gpu"),
+        REMOVED,
+        "nvidia.com/gpu: request 8 and limit None",
+    ),
+    (server_pod_rules.devices, "JobSet", (*LIMITS, "nvidia.com/gpu"), 4, "nvidia.com/gpu: request 8 and limit 4"),
+    (server_pod_rules.devices, "JobSet", (*LIMITS, "vpc.amazonaws.com/efa"), "500m", "500m must be a whole number"),
     (server_rules.quantities, "JobSet", (*LIMITS, "memory"), "1800GiB", "memory: 1800GiB is no quantity"),
     (server_rules.quantities, "JobSet", (*POD, "volumes", 1, "emptyDir", "sizeLimit"), "98GB", "sizeLimit: 98GB is no"),
-    (server_rules.mounts_are_declared, "JobSet", (*POD, "volumes", 0, "name"), "other", "volume fsx is not declared"),
+    (
+        server_pod_rules.mounts_are_declared,
+        "JobSet",
+        (*POD, "volumes", 0, "name"),
+        "other",
+        "volume fsx is not declared",
+    ),
     (server_rules.indexed_fields, "JobSet", (*JOB, "completionMode"), "NonIndexed", "backoffLimitPerIndex needs"),
     (server_rules.indexed_fields, "JobSet", (*JOB, "backoffLimitPerIndex"), REMOVED, "maxFailedIndexes needs"),
     (server_rules.indexed_fields, "JobSet", (*JOB, "completions"), REMOVED, "Indexed needs completions"),
@@ -96,7 +111,13 @@ BREACHES = [
         "podFailurePolicy needs podReplacementPolicy Failed",
     ),
     (server_rules.object_name, "JobSet", ("metadata", "name"), "Llama", "Llama is no DNS name"),
-    (server_rules.subdomain, "Job", ("spec", "template", "spec", "subdomain"), "llama.8b", "llama.8b is no DNS label"),
+    (
+        server_pod_rules.subdomain,
+        "Job",
+        ("spec", "template", "spec", "subdomain"),
+        "llama.8b",
+        "llama.8b is no DNS label",
+    ),
     (
         server_rules.labels_and_annotations,
         "JobSet",
@@ -112,14 +133,14 @@ BREACHES = [
         "True is no string",
     ),
     (
-        server_rules.huge_pages_need_memory,
+        server_pod_rules.huge_pages_need_memory,
         "JobSet",
         (*CONTAINER, "resources"),
         {"limits": {"hugepages-2Mi": "4Mi"}},
         "huge pages need cpu or memory",
     ),
-    (server_rules.environment_names, "JobSet", (*CONTAINER, "env", 0, "name"), "1 IP", "'1 IP' is no name"),
-    (server_rules.environment_names, "JobSet", (*CONTAINER, "env", 3, "value"), 1, "needs one value, a string"),
+    (server_pod_rules.environment_names, "JobSet", (*CONTAINER, "env", 0, "name"), "1 IP", "'1 IP' is no name"),
+    (server_pod_rules.environment_names, "JobSet", (*CONTAINER, "env", 3, "value"), 1, "needs one value, a string"),
     (server_rules.service_ports, "Service", ("spec", "ports", 0, "port"), 70_000, "port 70000 is none"),
     (
         server_rules.selector_matches_template,
@@ -158,18 +179,24 @@ BREACHES = [
         4,
         "succeededCount 4 is not within",
     ),
-    (server_rules.unique_names, "JobSet", (*POD, "volumes"), appended({"name": "shm", "emptyDir": {}}), "two volumes"),
-    (server_rules.volume_sources, "JobSet", (*POD, "volumes", 0, "emptyDir"), {}, "exactly one source"),
-    (server_rules.tolerations, "JobSet", (*POD, "tolerations", 0, "value"), "true", "Exists takes no value"),
     (
-        server_rules.user_may_run,
+        server_pod_rules.unique_names,
+        "JobSet",
+        (*POD, "volumes"),
+        appended({"name": "shm", "emptyDir": {}}),
+        "two volumes",
+    ),
+    (server_pod_rules.volume_sources, "JobSet", (*POD, "volumes", 0, "emptyDir"), {}, "exactly one source"),
+    (server_pod_rules.tolerations, "JobSet", (*POD, "tolerations", 0, "value"), "true", "Exists takes no value"),
+    (
+        server_pod_rules.user_may_run,
         "JobSet",
         (*POD, "initContainers", 0, "securityContext", "runAsNonRoot"),
         True,
         "runAsNonRoot with user 0",
     ),
-    (server_rules.container_name, "JobSet", (*CONTAINER, "name"), "Trainer", "Trainer is no DNS label"),
-    (server_rules.container_ports, "JobSet", (*CONTROL, "ports"), [], "there is no port rdzv"),
+    (server_pod_rules.container_name, "JobSet", (*CONTAINER, "name"), "Trainer", "Trainer is no DNS label"),
+    (server_pod_rules.container_ports, "JobSet", (*CONTROL, "ports"), [], "there is no port rdzv"),
     # The project's own.
     (project_rules.image_is_pinned, "JobSet", (*CONTAINER, "image"), "trainer:latest", "pinned by digest"),
     (project_rules.no_shell_as_first_process, "JobSet", (*CONTAINER, "command"), ["bash", "-c"], "a shell must not"),
@@ -346,10 +373,12 @@ def test_a_broken_manifest_is_refused(shipped, render, changed, rule, kind, path
 def test_every_rule_has_a_manifest_that_breaks_it():
     tables = [
         table
-        for module in (server_rules, project_rules)
-        for table in (module.JOB_RULES, module.POD_RULES, module.CONTAINER_RULES, *module.KIND_RULES.values())
+        for module in (server_rules, server_pod_rules, project_rules)
+        for name, value in vars(module).items()
+        if name.endswith("_RULES")
+        for table in (value.values() if isinstance(value, dict) else [value])
     ]
-    rules_there = {rule for table in [*tables, server_rules.OBJECT_RULES] for rule in table}
+    rules_there = {rule for table in tables for rule in table}
     assert {rule for rule, *_ in BREACHES} == rules_there
 
 

@@ -1,6 +1,7 @@
 """What a switch of the job section changes in the manifests: both sides of each."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -193,6 +194,13 @@ def test_alerts_select_this_jobs_jobs_and_pods(render, changed, kind):
         assert not re.fullmatch(pattern, "llama-8b-2-worker-0")
     (pattern,) = re.findall(r'pod=~"([^"]*)"', expressions["TrainingPodStuckTerminating"])
     assert re.fullmatch(pattern, f"llama-8b-worker{suffix}-2-x7k2p")
+
+
+def test_every_alert_is_in_the_runbook(monitored):
+    runbook = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
+    (group,) = monitored.only("PrometheusRule")["spec"]["groups"]
+    for rule in group["rules"]:
+        assert f"**{rule['alert']}** ({rule['labels']['severity']})" in runbook
 
 
 def test_everything_at_once_is_still_one_job(render, changed):
