@@ -11,7 +11,7 @@ READY := .venv/.ready
 FILE := deployments/$(DEPLOYMENT).yaml
 export JSII_SILENCE_WARNING_END_OF_LIFE_NODE_VERSION := 20
 
-.PHONY: help setup demo test check synth manifests deploy image clean
+.PHONY: help setup demo test check verify cost synth manifests deploy image clean
 
 help:  ## show this
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
@@ -43,6 +43,12 @@ check: $(READY)  ## lint, types, layers, then the tests
 	@$(BIN)/basedpyright
 	@$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory test
+
+verify: $(READY)  ## what AWS or Kubernetes would refuse in the deployment file, in a second
+	@$(BIN)/python -m config.check $(FILE)
+
+cost: $(READY)  ## list price of the deployment, per hour and month
+	@$(BIN)/python -m config.cost $(FILE)
 
 deploy: $(READY)  ## cdk deploy of every stack (needs AWS credentials; costs money)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" npx --no-install cdk deploy --all --context deployment=$(DEPLOYMENT)

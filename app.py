@@ -5,10 +5,13 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aws_cdk as cdk
 
+from config.cluster import ClusterConfig
 from config.deployment import DeploymentConfig, load
+from config.template_rules import refuse
 from stacks.cluster import ClusterStack
 from stacks.image import ImageStack
 from stacks.network import NetworkStack
@@ -39,17 +42,7 @@ def build(app: cdk.App, deployment: DeploymentConfig) -> Stacks:
     Raises:
         ValueError: the deployment has no cluster section, or its name can't begin a stack's name.
     """
-    config = deployment.cluster
-    if config is None:
-        raise ValueError(
-            f"deployment {deployment.name} has no cluster section, so there is nothing to build on AWS; "
-            "add one (see deployments/p5-2node.yaml) or choose another deployment with -c deployment=NAME"
-        )
-    if not re.fullmatch(r"[A-Za-z][-A-Za-z0-9]{0,99}", deployment.name):
-        raise ValueError(
-            f"deployment {deployment.name!r} can't begin a stack's name (letters, digits and hyphens, a letter first); "
-            "rename the file"
-        )
+    config = _buildable(deployment)
     # The region is fixed and the account is not: zones are named in the file, and whoever deploys owns the account.
     env = cdk.Environment(region=config.region)
     cdk.Tags.of(app).add("deployment", deployment.name)
@@ -76,26 +69,62 @@ def build(app: cdk.App, deployment: DeploymentConfig) -> Stacks:
         file_system=storage.file_system,
         cluster=cluster.cluster,
         gpu_nodegroup=cluster.gpu_nodegroup,
+        subnets=network.private_subnets,
         env=env,
         stack_name=f"{deployment.name}-observability",
     )
     return Stacks(network, storage, image, cluster, observability)
 
 
+def _buildable(deployment: DeploymentConfig) -> ClusterConfig:
+    config = deployment.cluster
+    if config is None:
+        raise ValueError(
+            f"deployment {deployment.name} has no cluster section, so there is nothing to build on AWS; "
+            "add one (see deployments/p5-2node.yaml) or choose another deployment with -c deployment=NAME"
+        )
+    if not re.fullmatch(r"[A-Za-z][-A-Za-z0-9]{0,99}", deployment.name):
+        raise ValueError(
+            f"deployment {deployment.name!r} can't begin a stack's name (letters, digits and hyphens, a letter first); "
+            "rename the file"
+        )
+    return config
+
+
 def main() -> None:
     """Synthesize the deployment that the context names; a bad one is a line on stderr and exit code 2."""
-    # Stack traces of constructs name jsii's temporary directory and no line of ours: without them an assembly repeats
-    # byte for byte. Not in cdk.json, whose reader reserves keys that begin with aws:.
-    app = cdk.App(analytics_reporting=False, context={"aws:cdk:disable-creation-stack-traces": True})
+    app = cdk.App(
+        analytics_reporting=False,
+        # Stack traces of constructs name jsii's temporary directory and no line of ours, and a slow synth leaves its
+        # timings in the assembly: without both it repeats byte for byte. Not in cdk.json, whose reader reserves keys
+        # that begin with aws:.
+        context={"aws:cdk:disable-creation-stack-traces": True},
+        performance_reporting=False,
+        # aws-cdk-lib's own template validator takes two thirds of a synth, and finds less than the tests' cfn-lint and
+        # the rules below (docs/decisions.md).
+        builtin_cloud_formation_validation=False,
+    )
     try:
         build(app, load(_deployment_path(app.node.try_get_context("deployment"))))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    for stack in app.synth().stacks:
-        template = Path(stack.template_full_path).read_text()
-        count, kib = len(json.loads(template)["Resources"]), len(template) // 1024
+    stacks = app.synth().stacks
+    texts = {stack.id: Path(stack.template_full_path).read_text() for stack in stacks}
+    templates = {id_: json.loads(text) for id_, text in texts.items()}
+    _check_templates(templates)
+    for stack in stacks:
+        count, kib = len(templates[stack.id]["Resources"]), len(texts[stack.id]) // 1024
         print(f"{stack.stack_name}: {count} of {MAX_RESOURCES} resources, {kib} of {MAX_TEMPLATE_KIB} KiB")
+
+
+def _check_templates(templates: dict[str, Any]) -> None:
+    """Exit with code 2 and every finding if AWS would refuse the templates (config/template_rules.py)."""
+    try:
+        refuse(templates)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _deployment_path(named: str | None) -> Path:

@@ -1,6 +1,7 @@
 """The `cluster:` section: what CloudFormation builds around the job."""
 
 import re
+from collections.abc import Iterable, Iterator
 from ipaddress import AddressValueError, IPv4Network, NetmaskValueError
 from typing import Annotated, Literal
 
@@ -33,6 +34,9 @@ EKS_IMAGE_ACCOUNTS: dict[str, str] = dict.fromkeys(
     "602401143452",
 )
 
+# Where CloudFormation has no AWS::Budgets::Budget (its registry, as cfn-lint 1.58 ships it).
+REGIONS_WITHOUT_BUDGETS = ("ap-northeast-3", "eu-north-1")
+
 # FSx for Lustre, PERSISTENT_2 on SSD (AWS::FSx::FileSystem: StorageCapacity, PerUnitStorageThroughput,
 # MetadataConfiguration). CloudFormation finds a wrong one only after minutes (terraform-provider-aws #24341).
 FSX_CAPACITY_STEP_GIB = 2400
@@ -54,6 +58,13 @@ _VPC_PREFIX_RANGE = (16, 20)
 _ECR_PREFIX = r"\d{12}\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com(/[a-z0-9]+([._-][a-z0-9]+)*)*"
 
 ReservationId = Annotated[str, Field(description="EC2 capacity reservation, cr-...")]
+
+
+def raise_together(problems: Iterable[str]) -> None:
+    """Raise one ValueError with a line per problem, if there is one: whoever mends one sees the others too."""
+    lines = list(problems)
+    if lines:
+        raise ValueError("\n".join(lines))
 
 
 class _Reserved(Config):
@@ -157,19 +168,22 @@ class StorageConfig(Config):
 
     @model_validator(mode="after")
     def _check_together(self) -> "StorageConfig":
+        raise_together(self._contradictions())
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
         # "File system backups aren't supported on file systems that are linked to an S3 data repository" (FSx guide).
         if self.data_repository and self.backup_retention_days:
-            raise ValueError(
+            yield (
                 f"backup_retention_days {self.backup_retention_days}: FSx backs up no file system that is linked to "
                 "S3; set it to 0, or data_repository to false"
             )
         step = FSX_EFA_CAPACITY_STEP_GIB[self.throughput_mb_per_tib]
         if self.efa and self.capacity_gib % step:
-            raise ValueError(
+            yield (
                 f"capacity_gib {self.capacity_gib}: with efa and {self.throughput_mb_per_tib} MB/s per TiB FSx offers "
                 f"multiples of {step} GiB; choose {-(-self.capacity_gib // step) * step}, or efa: false"
             )
-        return self
 
 
 class SystemNodesConfig(Config):
@@ -177,6 +191,17 @@ class SystemNodesConfig(Config):
 
     instance_type: str = "m7i.xlarge"
     node_count: PositiveInt = 2
+
+    @field_validator("instance_type")
+    @classmethod
+    def _x86(cls, value: str) -> str:
+        # The group's AMI is AL2023_x86_64_STANDARD: on Graviton EKS answers AmiTypeDoesNotMatchInstanceArchitecture.
+        family = re.fullmatch(r"([a-z]+\d+[a-z0-9-]*)\.[a-z0-9-]+", value)
+        if not family:
+            raise ValueError("is no EC2 instance type; write it like m7i.xlarge")
+        if re.fullmatch(r"a1|[a-z]+\d+[a-z]*g[a-z]*", family[1]):  # a g after the number: m7g, c7gn, x2gd, im4gn
+            raise ValueError("is a Graviton type, and the system nodes' AMI is x86-64; choose one such as m7i.xlarge")
+        return value
 
 
 class NetworkConfig(Config):
@@ -209,7 +234,7 @@ class NetworkConfig(Config):
 
 
 class AddonsConfig(Config):
-    """What is installed beside the necessary; versions stand in stacks/addons.py."""
+    """What is installed beside the necessary; versions stand in stacks/helm_releases.py."""
 
     dcgm_exporter: bool = Field(default=True, description="GPU metrics for Prometheus, the Xid counter among them")
     kueue: bool = Field(default=False, description="queues for several teams' jobs; one job alone needs none")
@@ -218,8 +243,10 @@ class AddonsConfig(Config):
 class ObservabilityConfig(Config):
     """Metrics, alarms and what the account may cost."""
 
-    metrics: Literal["cloudwatch", "none"] = Field(
-        default="cloudwatch", description="cloudwatch: Container Insights with GPU metrics, and the alarms on them"
+    metrics: Literal["cloudwatch", "prometheus", "none"] = Field(
+        default="cloudwatch",
+        description="cloudwatch: Container Insights with GPU metrics; prometheus: Amazon Managed Prometheus with its "
+        "own scraper; each with the alarms on them",
     )
     alarm_email: str | None = Field(default=None, description="who is told; AWS asks this address to confirm first")
     monthly_budget_usd: PositiveInt | None = Field(
@@ -298,42 +325,53 @@ class ClusterConfig(Config):
 
     @model_validator(mode="after")
     def _check_together(self) -> "ClusterConfig":
+        raise_together(self._contradictions())
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
         for field in ("availability_zone", "second_availability_zone"):
             zone = getattr(self, field)
             if not re.fullmatch(re.escape(self.region) + "[a-z]", zone):
-                raise ValueError(
-                    f"{field} {zone} is no zone of region {self.region}; choose one such as {self.region}a"
-                )
+                yield f"{field} {zone} is no zone of region {self.region}; choose one such as {self.region}a"
         if self.availability_zone == self.second_availability_zone:
-            raise ValueError(
+            yield (
                 f"second_availability_zone {self.second_availability_zone} is the GPU zone; "
                 "EKS needs two, choose another"
             )
         mirror = self.network.mirror_registry
         if mirror is not None and f".ecr.{self.region}." not in mirror:
-            raise ValueError(
+            yield (
                 f"network.mirror_registry {mirror} is in another region, which no endpoint of {self.region} reaches; "
                 "copy charts and images into this one"
             )
+        budget = self.observability.monthly_budget_usd
+        if budget is not None and self.region in REGIONS_WITHOUT_BUDGETS:
+            yield (
+                f"observability.monthly_budget_usd {budget}: CloudFormation makes no budget in {self.region}; leave it "
+                "out, and make one for the account in the console"
+            )
+        if self.observability.metrics == "prometheus" and not self.addons.dcgm_exporter:
+            yield (
+                "observability.metrics prometheus reads the GPUs from dcgm-exporter; set addons.dcgm_exporter to true"
+            )
         release = self.ami_release_version
         if release is not None and not re.fullmatch(re.escape(self.kubernetes_version) + r"\.\d+-\d{8}", release):
-            raise ValueError(
+            yield (
                 f"ami_release_version {release} is no release of Kubernetes {self.kubernetes_version}; "
                 f"write it like {self.kubernetes_version}.0-20261101"
             )
-        return self
 
-    def check_job(self, pod_count: int) -> None:
-        """Raise ValueError unless this cluster can hold that many GPU nodes."""
+    def job_problems(self, pod_count: int) -> Iterator[str]:
+        """Why this cluster can't hold that many GPU nodes, if it can't."""
         if isinstance(self.capacity, CapacityBlock) and pod_count > CAPACITY_BLOCK_MAX_NODES:
-            raise ValueError(
+            yield (
                 f"job.node_count + job.spare_count is {pod_count}, a Capacity Block has {CAPACITY_BLOCK_MAX_NODES} "
                 "instances at most; lower them or choose another cluster.capacity.kind"
             )
         addresses = IPv4Network(self.gpu_subnet_cidr).num_addresses - AWS_RESERVED_ADDRESSES
         needed = pod_count * WARM_ADDRESSES_PER_NODE
         if needed > addresses:
-            raise ValueError(
+            yield (
                 f"job.node_count + job.spare_count is {pod_count}, which needs {needed} addresses; the GPU subnet "
                 f"{self.gpu_subnet_cidr} has {addresses}; widen cluster.vpc_cidr"
             )

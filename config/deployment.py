@@ -1,13 +1,16 @@
 """One deployment file, parsed once into a frozen object: cluster, job and training run, checked across sections."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from config import names
-from config.cluster import ClusterConfig
+from config.cluster import ClusterConfig, raise_together
 from config.job import JobConfig
+from config.worker import worker_resources
 from training.config import Config, TrainConfig, describe_errors
 
 
@@ -21,14 +24,20 @@ class DeploymentConfig(Config):
 
     @model_validator(mode="after")
     def _check_across(self) -> "DeploymentConfig":
-        if self.cluster is not None and self.job.instance is None:
-            raise ValueError("job.instance_type is needed when there is a cluster section; name the GPU nodes' type")
+        raise_together(self._contradictions())
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
         if self.cluster is not None:
-            self.cluster.check_job(self.job.pod_count)
+            if self.job.instance is None:
+                yield "job.instance_type is needed when there is a cluster section; name the GPU nodes' type"
+            if self.job.storage is not None:
+                yield "job.storage is for clusters built elsewhere; remove it, or the cluster section"
+            yield from self.cluster.job_problems(self.job.pod_count)
         try:
             self.train.check_world_size(self.job.world_size)
         except ValueError as error:
-            raise ValueError(f"train: {error}") from error
+            yield f"train: {error}"
         evaluation = self.train.evaluation
         for field, path in (
             ("train.data.path", self.train.data.path),
@@ -37,8 +46,25 @@ class DeploymentConfig(Config):
             ("train.checkpoint.directory", self.train.checkpoint.directory),
         ):
             if Path(names.FSX_MOUNT) not in Path(path).parents:
-                raise ValueError(f"{field} {path} must lie under {names.FSX_MOUNT}, the shared volume; move it there")
-        return self
+                yield f"{field} {path} must lie under {names.FSX_MOUNT}, the shared volume; move it there"
+        yield from self._pod_problems()
+
+    def _pod_problems(self) -> Iterator[str]:
+        """What a pod could not be made of, or would be killed for."""
+        for check in (
+            lambda: self.job.grace_period_seconds(self.train.restarts),
+            lambda: worker_resources(self.job, self.train),
+        ):
+            try:
+                check()
+            except ValueError as error:
+                yield str(error)
+        preparation = self.job.prepare_data
+        if preparation is not None and Path(names.FSX_MOUNT) not in Path(preparation.input_directory).parents:
+            yield (
+                f"job.prepare_data.input_directory {preparation.input_directory} must lie under {names.FSX_MOUNT}, "
+                "the shared volume; move it there"
+            )
 
 
 def load(path: Path) -> DeploymentConfig:
@@ -47,15 +73,25 @@ def load(path: Path) -> DeploymentConfig:
     Raises:
         ValueError: the file is missing, is no YAML mapping, or breaks a rule; one line per problem, with the fix.
     """
-    try:
-        document = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); see deployments/ for the shipped ones") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"{path}: must be a mapping with the keys job, train and optionally cluster")
+    document = read(path)
     try:
         return DeploymentConfig.model_validate({"name": path.stem, **document})
     except ValidationError as error:
         raise ValueError("\n".join(f"{path}: {line}" for line in describe_errors(error).splitlines())) from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A deployment file's content, not yet checked.
+
+    Raises:
+        ValueError: the file is missing or is no YAML mapping.
+    """
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); see deployments/ for the shipped ones") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path}: must be a mapping with the keys job, train and optionally cluster")
+    return document

@@ -3,7 +3,7 @@
 Counts from Karpenter's generated instance tables and the EC2 EFA guide (2026-03); see docs/decisions.md.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # EC2's own words for the two kinds of interface this project launches (InterfaceType of a launch template).
@@ -33,6 +33,7 @@ class InstanceType:
     memory_mib: int
     nvme_gb: int
     primary_card_has_efa: bool = True
+    further_card_device_index: int = 0
     ipv4_per_interface: int = 50
 
     @property
@@ -50,7 +51,10 @@ class InstanceType:
         """
         primary = NetworkInterface(0, 0, "interface")
         beside = (NetworkInterface(0, 1, "efa-only"),) if self.primary_card_has_efa else ()
-        further = tuple(NetworkInterface(card, 0, "efa-only") for card in range(1, self.network_card_count))
+        further = tuple(
+            NetworkInterface(card, self.further_card_device_index, "efa-only")
+            for card in range(1, self.network_card_count)
+        )
         return (primary, *beside, *further)
 
     @property
@@ -58,12 +62,30 @@ class InstanceType:
         """Pods that the VPC CNI can give an address: it adds interfaces on card 0 only, in the slots left by EFA.
 
         The EKS formula per interface (addresses minus its own) plus 2 for aws-node and kube-proxy, which share the
-        host's. On p5 the two slots of card 0 are taken, so it is 51, not the 100 that the AMI would assume.
+        host's. On p5 the two slots of card 0 are taken, so it is 51, not the 100 that the AMI would assume. And never
+        more than EKS recommends for the number of vCPUs (amazon-eks-ami, max-pods-calculator.sh): p4d has the addresses
+        for 688, and kubelet would reserve 11 MiB for each.
         """
         slots = self.max_interfaces_per_card - (1 if self.primary_card_has_efa else 0)
-        return slots * (self.ipv4_per_interface - 1) + 2
+        return min(slots * (self.ipv4_per_interface - 1) + 2, 110 if self.vcpu_count < 30 else 250)
 
 
+# Device 1 on the further cards, where later types have device 0: what eksctl and Terraform's EKS module launch P4d with
+# (eksctl #7643), and a card takes 15 interfaces, so either index is free. An ENA primary with efa-only interfaces runs
+# on P4d too (aws-parallelcluster #7262). A100s have no FP8.
+P4D_24XLARGE = InstanceType(
+    name="p4d.24xlarge",
+    gpu_count=8,
+    gpu_name="A100",
+    efa_count=4,
+    network_card_count=4,
+    max_interfaces_per_card=15,
+    further_card_device_index=1,
+    vcpu_count=96,
+    memory_mib=1_179_648,
+    nvme_gb=8_000,
+)
+P4DE_24XLARGE = replace(P4D_24XLARGE, name="p4de.24xlarge")
 P5_4XLARGE = InstanceType(
     name="p5.4xlarge",
     gpu_count=1,
@@ -136,5 +158,14 @@ P6_B300_48XLARGE = InstanceType(
 
 INSTANCE_TYPES: dict[str, InstanceType] = {
     instance.name: instance
-    for instance in (P5_4XLARGE, P5_48XLARGE, P5E_48XLARGE, P5EN_48XLARGE, P6_B200_48XLARGE, P6_B300_48XLARGE)
+    for instance in (
+        P4D_24XLARGE,
+        P4DE_24XLARGE,
+        P5_4XLARGE,
+        P5_48XLARGE,
+        P5E_48XLARGE,
+        P5EN_48XLARGE,
+        P6_B200_48XLARGE,
+        P6_B300_48XLARGE,
+    )
 }

@@ -32,7 +32,8 @@ def _bench_trainer(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     # These take seconds to load: imported here, a Ctrl-C meanwhile is answered like any other.
     from config.deployment import load
-    from drills.run import DrillError, parse_fault, run_drill
+    from drills.run import DrillError, run_drill
+    from k8s.drill import parse_fault
 
     try:
         report = run_drill(

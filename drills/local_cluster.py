@@ -46,34 +46,31 @@ class LocalCluster:
         self._deployment = deployment
         self._shared = shared_directory
         self._port = port if port is not None else free_port()
-        self._control: subprocess.Popen[bytes] | None = None
+        self._has_control = deployment.job.rendezvous.mode == "control"
         self._nodes: list[subprocess.Popen[bytes]] = []
         self.logs = shared_directory / "logs"
+        self._pods = Pods(self.logs)
         self.started_t = 0.0
 
     def site(self, node: int) -> Site:
         """Node's site: 127.0.0.2 for node 0 and so on, each with the shared directory."""
         return Site(
-            rendezvous_host="127.0.0.1",
+            # Where the store is: in the control pod, or in node 0.
+            rendezvous_host="127.0.0.1" if self._has_control else _address(0),
             rendezvous_port=self._port,
-            local_address=f"127.0.0.{node + 2}",
+            local_address=_address(node),
             shared_directory=str(self._shared),
             train_json=str(self._shared / "train.json"),
         )
 
     def __enter__(self) -> "LocalCluster":
-        # Orphans of a killed launcher become our children instead of init's, so that they can be found and ended.
-        adopt_orphans()
-        self.logs.mkdir(parents=True, exist_ok=True)
-        # Sockets and scratch of the launchers, which a killed one leaves behind. Not under `shared_directory`, whose
-        # path may be too long for a Unix socket's name.
-        self._scratch = tempfile.TemporaryDirectory(prefix="drill-", ignore_cleanup_errors=True)
+        self._pods.open()
         Path(self.site(0).train_json).write_text(launcher.train_json(self._deployment, self.site(0)))
         self.started_t = time.time()
         try:
-            self._control = self._spawn(
-                "control", launcher.supervised(launcher.control_command(self._deployment, self.site(0))), {}
-            )
+            if self._has_control:
+                control = launcher.supervised(launcher.control_command(self._deployment, self.site(0)))
+                self._pods.start("control", [*launcher.SUPERVISOR, *control], {})
             for node in range(self._deployment.job.pod_count):
                 self._nodes.append(self._start_node(node))
         except BaseException:
@@ -92,24 +89,7 @@ class LocalCluster:
             launcher.worker_command(self._deployment, site),
             run_directory=launcher.run_directory(self._deployment, site),
         )
-        return self._spawn(f"node-{node}", command, environment)
-
-    def _spawn(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        inherited = {key: os.environ[key] for key in _INHERITED if key in os.environ}
-        scripts = str(Path(sys.executable).parent)
-        inherited["TMPDIR"] = self._scratch.name
-        inherited["PATH"] = f"{scripts}{os.pathsep}{inherited.get('PATH', os.defpath)}"
-        with (self.logs / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(
-                [*launcher.SUPERVISOR, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=_REPOSITORY,
-                env={**inherited, **environment},
-                start_new_session=True,
-                preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509  no threads here
-            )
+        return self._pods.start(f"node-{node}", [*launcher.SUPERVISOR, *command], environment)
 
     def exited(self) -> list[NodeExit]:
         """Nodes whose launcher has ended."""
@@ -128,14 +108,85 @@ class LocalCluster:
 
     def stop(self) -> None:
         """End every process that this cluster started, and what those started in turn."""
+        self._pods.close()
+
+
+class Pods:
+    """Pods as processes of this machine: each a supervisor in a session of its own, and all that it starts."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._others: set[psutil.Process] = set()
+
+    def open(self) -> None:
+        """Get ready to start pods."""
+        # Orphans of a killed launcher become our children instead of init's, so that they can be found and ended.
+        adopt_orphans()
+        self._others = set(psutil.Process().children(recursive=True))  # a library's own, such as jsii's kernel
+        self._logs.mkdir(parents=True, exist_ok=True)
+        # Sockets and scratch of the launchers, which a killed one leaves behind. Not in a folder of the run, whose path
+        # may be too long for a Unix socket's name.
+        self._scratch = tempfile.TemporaryDirectory(prefix="drill-", ignore_cleanup_errors=True)
+
+    def start(self, name: str, command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start a pod; its output is appended to `logs/<name>.log`."""
+        assert self._scratch is not None, "open() comes first"
+        inherited = {key: os.environ[key] for key in _INHERITED if key in os.environ}
+        scripts = str(Path(sys.executable).parent)
+        inherited["TMPDIR"] = self._scratch.name
+        inherited["PATH"] = f"{scripts}{os.pathsep}{inherited.get('PATH', os.defpath)}"
+        with (self._logs / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=_REPOSITORY,
+                env={**inherited, **environment},
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # noqa: PLW1509  no threads here
+            )
+
+    def kill(self, pod: subprocess.Popen[bytes]) -> None:
+        """End a pod as the loss of its node does: every process of it at once, without a word."""
+        processes = tree(pod.pid)
+        for process in processes:  # first stopped, so that none sees another one's end
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        for process in {*processes, *tree(pod.pid)}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        pod.wait()
+
+    def close(self) -> None:
+        """End every process that was started, and what those started in turn."""
         deadline = time.monotonic() + _STOP_SECONDS
         # Killing a process may orphan its children, which then turn up here: hence until none is left.
-        while (alive := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        while (alive := self._alive()) and time.monotonic() < deadline:
             for process in alive:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(alive, timeout=1)
-        self._scratch.cleanup()
+        adopt_orphans(adopt=False)  # what orphans whom from here on is not ours to reap
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _alive(self) -> list[psutil.Process]:
+        return [process for process in psutil.Process().children(recursive=True) if process not in self._others]
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants; none if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _address(node: int) -> str:
+    return f"127.0.0.{node + 2}"
 
 
 def free_port() -> int:

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import sys
 import sysconfig
@@ -21,7 +20,6 @@ from training import prepare_data
 from training.config import FaultSpec, describe_errors
 from training.events import read_events
 
-_FAULT = re.compile(r"^(?P<kind>[a-z_]+)@(?P<step>\d+):rank(?P<rank>\d+)$")
 _MARKER = "drill.json"
 _BYTES_PER_PARAMETER = 12  # fp32 parameter and two Adam moments
 _CORPUS_BYTES = 4_000_000
@@ -37,25 +35,6 @@ class Finished:
 
     started_t: float
     directory: Path
-
-
-def parse_fault(text: str) -> FaultSpec:
-    """Parse KIND@STEP:rankN.
-
-    Raises:
-        ValueError: wrong spelling, unknown kind, or a step below 1.
-    """
-    match = _FAULT.match(text)
-    if match is None:
-        raise ValueError(f"--fault {text}: must be KIND@STEP:rankN, for example sigkill@25:rank0")
-    try:
-        return FaultSpec.model_validate({key: _number(value) for key, value in match.groupdict().items()})
-    except ValidationError as error:
-        raise ValueError(f"--fault {text}: {describe_errors(error).splitlines()[0]}") from error
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
 
 
 def with_faults(deployment: DeploymentConfig, faults: tuple[FaultSpec, ...]) -> DeploymentConfig:

@@ -8,17 +8,14 @@ recreates everything as a new generation.
 from typing import Any
 
 from cdk8s import ApiObject, ApiObjectMetadata, JsonPatch
-from cdk8s_plus_33 import k8s as kube
 from constructs import Construct
 
 from config.deployment import DeploymentConfig
-from k8s import pod
+from k8s import queue
+from k8s.job_specs import control_job, rendered, worker_job
 from k8s.policies import CONTROL, WORKER
-from training.config import EXIT_BAD_CONFIG, EXIT_NO_RESTART
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
-
-_NOT_RETRIABLE = [EXIT_BAD_CONFIG, EXIT_NO_RESTART]
 
 
 class TrainingJobSet(Construct):
@@ -32,7 +29,7 @@ class TrainingJobSet(Construct):
             "jobset",
             api_version=API_VERSION,
             kind="JobSet",
-            metadata=ApiObjectMetadata(name=deployment.job.name),
+            metadata=ApiObjectMetadata(name=deployment.job.name, labels=queue.labels(deployment.job)),
         )
         jobset.add_json_patch(JsonPatch.add("/spec", _spec(deployment, train_config_map)))
 
@@ -49,70 +46,17 @@ def _spec(deployment: DeploymentConfig, train_config_map: str) -> dict[str, Any]
             # Everything else, lost store and too many lost indexes, restarts the JobSet: the default.
             "rules": [{"name": "noRestart", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
         },
-        "replicatedJobs": [
-            {"name": CONTROL, "replicas": 1, "template": _job(_control_job(deployment))},
-            {
-                "name": WORKER,
-                "replicas": 1,
-                "dependsOn": [{"name": CONTROL, "status": "Ready"}],
-                "template": _job(_worker_job(deployment, train_config_map)),
-            },
-        ],
+        "replicatedJobs": _replicated_jobs(deployment, train_config_map),
     }
 
 
-def _job(spec: kube.JobSpec) -> dict[str, Any]:
-    """A JobSet's job template. Rendered first: a typed value put into a JsonPatch keeps its Quantity wrappers."""
-    return {"spec": kube.KubeJob.manifest(spec=spec)["spec"]}
-
-
-def _control_job(deployment: DeploymentConfig) -> kube.JobSpec:
-    """One try: without the store every worker ends within seconds, so only a new generation helps."""
-    return kube.JobSpec(
-        completion_mode="Indexed",
-        completions=1,
-        parallelism=1,
-        backoff_limit=0,
-        pod_replacement_policy="Failed",
-        pod_failure_policy=kube.PodFailurePolicy(rules=[_fail_job(pod.CONTROL_CONTAINER)]),
-        template=pod.control_pod(deployment),
-    )
-
-
-def _worker_job(deployment: DeploymentConfig, train_config_map: str) -> kube.JobSpec:
-    """Fields that only work together: the rules here need Indexed, Never and podReplacementPolicy Failed."""
-    job = deployment.job
-    return kube.JobSpec(
-        completion_mode="Indexed",
-        completions=job.pod_count,
-        parallelism=job.pod_count,
-        backoff_limit_per_index=job.backoff_limit_per_index,
-        max_failed_indexes=job.spare_count,
-        # Never two pods of one index at a time: the store refuses a second one of a GROUP_RANK, and dies of it.
-        pod_replacement_policy="Failed",
-        # Any N: a spare may stand in for any index, and which pods are active is decided by who arrives first.
-        success_policy=kube.SuccessPolicy(rules=[kube.SuccessPolicyRule(succeeded_count=job.node_count)]),
-        pod_failure_policy=kube.PodFailurePolicy(
-            rules=[
-                _fail_job(pod.WORKER_CONTAINER),
-                # Eviction, preemption and node loss are not the pod's fault: replaced without being counted.
-                kube.PodFailurePolicyRule(
-                    action="Ignore",
-                    on_pod_conditions=[
-                        kube.PodFailurePolicyOnPodConditionsPattern(type="DisruptionTarget", status="True")
-                    ],
-                ),
-            ]
-        ),
-        template=pod.worker_pod(deployment, train_config_map=train_config_map),
-    )
-
-
-def _fail_job(container: str) -> kube.PodFailurePolicyRule:
-    """The exit-code contract: these codes end the Job, and through the JobSet's rule the JobSet."""
-    return kube.PodFailurePolicyRule(
-        action="FailJob",
-        on_exit_codes=kube.PodFailurePolicyOnExitCodesRequirement(
-            container_name=container, operator="In", values=_NOT_RETRIABLE
-        ),
-    )
+def _replicated_jobs(deployment: DeploymentConfig, train_config_map: str) -> list[dict[str, Any]]:
+    worker = {
+        "name": WORKER,
+        "replicas": 1,
+        "template": {"spec": rendered(worker_job(deployment, train_config_map=train_config_map))},
+    }
+    if deployment.job.rendezvous.mode == "embedded":
+        return [worker]
+    control = {"name": CONTROL, "replicas": 1, "template": {"spec": rendered(control_job(deployment))}}
+    return [control, worker | {"dependsOn": [{"name": CONTROL, "status": "Ready"}]}]

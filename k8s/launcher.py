@@ -12,6 +12,10 @@ from config.deployment import DeploymentConfig
 # ends (kubernetes #141483).
 SUPERVISOR = ["python", "-m", "training.supervisor"]
 
+# Only the pod knows its index, and all pods of a Job have the same arguments: index 0 is told here to hold the store,
+# since NVRx would else guess it from host names. No $( ), which the kubelet would take for one of its variables.
+_EMBEDDED_STORE = 'exec ft_launcher "--rdzv-conf=is_host=`expr $GROUP_RANK = 0`,$0" "$@"'
+
 
 @dataclass(frozen=True)
 class Site:
@@ -32,8 +36,11 @@ class Site:
 def cluster_site(deployment: DeploymentConfig) -> Site:
     """The site inside the cluster: a stable DNS name for the store, the pod's own IP, the FSx mount."""
     job = deployment.job
+    owner = "control" if job.rendezvous.mode == "control" else "worker"
+    # A JobSet numbers its Jobs, too. The second part is the headless Service.
+    pod = f"{job.name}-{owner}-0-0" if job.kind == "jobset" else f"{job.name}-{owner}-0"
     return Site(
-        rendezvous_host=f"{job.name}-control-0-0.{job.name}",
+        rendezvous_host=f"{pod}.{job.name}",
         rendezvous_port=job.rendezvous.port,
         local_address="$(POD_IP)",  # expanded by the kubelet from the container's environment
         shared_directory=names.FSX_MOUNT,
@@ -72,7 +79,21 @@ def control_command(deployment: DeploymentConfig, site: Site) -> list[str]:
 
 def worker_command(deployment: DeploymentConfig, site: Site) -> list[str]:
     """Argv of one node: ft_launcher with its restart policy, then the trainer."""
-    rendezvous, in_job = deployment.job.rendezvous, deployment.train.restarts.in_job
+    rendezvous = deployment.job.rendezvous
+    waits = (
+        f"join_timeout={rendezvous.join_timeout_seconds},"
+        f"last_call_timeout={rendezvous.last_call_timeout_seconds},"
+        f"store_connect_wait_seconds={rendezvous.store_connect_wait_seconds}"
+    )
+    arguments = _launcher_args(deployment, site)
+    if rendezvous.mode == "control":
+        # is_host=0: the store lives in nvrx-control, never in a worker (kubernetes.md, probe E).
+        return ["ft_launcher", f"--rdzv-conf=is_host=0,{waits}", *arguments]
+    return ["sh", "-c", _EMBEDDED_STORE, waits, *arguments]
+
+
+def _launcher_args(deployment: DeploymentConfig, site: Site) -> list[str]:
+    in_job = deployment.train.restarts.in_job
     sections = ",".join(
         f"{name}:{seconds:g}"
         for name, seconds in (
@@ -82,12 +103,7 @@ def worker_command(deployment: DeploymentConfig, site: Site) -> list[str]:
         )
     )
     return [
-        "ft_launcher",
         *_rendezvous_args(deployment, site),
-        # is_host=0: the store lives in nvrx-control, never in a worker (kubernetes.md, probe E).
-        f"--rdzv-conf=is_host=0,join_timeout={rendezvous.join_timeout_seconds},"
-        f"last_call_timeout={rendezvous.last_call_timeout_seconds},"
-        f"store_connect_wait_seconds={rendezvous.store_connect_wait_seconds}",
         f"--local-addr={site.local_address}",
         f"--nproc-per-node={deployment.job.ranks_per_node}",
         f"--max-restarts={in_job.max_restarts}",
@@ -128,20 +144,23 @@ def worker_environment(deployment: DeploymentConfig) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
     }
-    if deployment.job.instance is None:
-        return environment | {"OMP_NUM_THREADS": "1"}
+    job = deployment.job
+    if job.instance is None:
+        return environment | {"OMP_NUM_THREADS": "1"} | job.environment
     environment |= {
         "NCCL_DEBUG": "WARN",
         # pod-id-link is EKS Pod Identity's link-local interface (aws-do-eks #54).
         "NCCL_SOCKET_IFNAME": "^lo,docker,veth,pod-id-link",
     }
+    if job.instance.efa_count and not job.efa_huge_pages:
+        environment["FI_EFA_USE_HUGE_PAGE"] = "0"  # together with the pod's request, which then asks for none
     if deployment.train.deterministic:
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch refuses deterministic cuBLAS without it
     if deployment.train.restarts.in_process.enabled:
         # NVRx in-process restart aborts NCCL communicators: NVLS does not survive that, and a rethrown CUDA
         # error would end the process that is to be restarted (NVRx usage guide).
         environment |= {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
-    return environment
+    return environment | job.environment
 
 
 def _rendezvous_args(deployment: DeploymentConfig, site: Site) -> list[str]:

@@ -1,7 +1,7 @@
 """The shared volume: FSx for Lustre as a static PersistentVolume, and the one claim that every pod mounts.
 
 Where there is a cluster section, stacks/ installs both with the cluster, and the manifests repeat the claim. Without
-one, `SharedChart` renders the claim for the default storage class.
+one, `SharedChart` renders both for the file system of `job.storage`, else a claim for the default storage class.
 """
 
 from typing import Any
@@ -14,21 +14,54 @@ _FSX_DRIVER = "fsx.csi.aws.com"
 _SHARED = ["ReadWriteMany"]
 
 
+def fsx_storage_class() -> dict[str, Any]:
+    """Manifest of the class of volume and claim."""
+    return kube.KubeStorageClass.manifest(**fsx_storage_class_fields())
+
+
+def fsx_storage_class_fields() -> dict[str, Any]:
+    """A class that makes nothing: it binds claims to volumes that exist, and keeps the default provisioner away.
+
+    Without it any claim in the namespace could order a file system of hundreds of dollars a month, for which the
+    driver would need the right to create and delete file systems, too.
+    """
+    return {
+        "metadata": kube.ObjectMeta(name=names.FSX_STORAGE_CLASS),
+        "provisioner": "kubernetes.io/no-provisioner",
+        "reclaim_policy": "Retain",
+        "volume_binding_mode": "Immediate",
+    }
+
+
 def fsx_volume(
     *, namespace: str, file_system_id: str, dns_name: str, mount_name: str, capacity_gib: int
 ) -> dict[str, Any]:
-    """Manifest of the PersistentVolume for an existing file system. Names may be CDK tokens.
+    """Manifest of the PersistentVolume for a file system. Names may be CDK tokens."""
+    volume = fsx_volume_props(
+        namespace=namespace,
+        file_system_id=file_system_id,
+        dns_name=dns_name,
+        mount_name=mount_name,
+        capacity_gib=capacity_gib,
+    )
+    return kube.KubePersistentVolume.manifest(metadata=volume.metadata, spec=volume.spec)
+
+
+def fsx_volume_props(
+    *, namespace: str, file_system_id: str, dns_name: str, mount_name: str, capacity_gib: int
+) -> kube.KubePersistentVolumeProps:
+    """The PersistentVolume for a file system that exists by the time it is mounted.
 
     Static, since the driver's dynamic provisioning makes a file system of version 2.10, whose mount fails on AL2023
     (aws-fsx-csi-driver #399, #437).
     """
-    return kube.KubePersistentVolume.manifest(
+    return kube.KubePersistentVolumeProps(
         metadata=kube.ObjectMeta(name=names.FSX_VOLUME),
         spec=kube.PersistentVolumeSpec(
             capacity={"storage": _gib(capacity_gib)},
             access_modes=_SHARED,
             persistent_volume_reclaim_policy="Retain",
-            storage_class_name="",
+            storage_class_name=names.FSX_STORAGE_CLASS,
             claim_ref=kube.ObjectReference(namespace=namespace, name=names.FSX_CLAIM),  # no other claim may take it
             # flock: data-set libraries lock files, and a Lustre client refuses that by default.
             mount_options=["flock", "noatime"],
@@ -48,10 +81,10 @@ def fsx_claim(*, namespace: str, capacity_gib: int) -> dict[str, Any]:
 
 
 def fsx_claim_props(*, namespace: str, capacity_gib: int) -> kube.KubePersistentVolumeClaimProps:
-    """The claim bound to that volume by name. An empty class keeps the default provisioner away."""
+    """The claim bound to that volume by name."""
     return kube.KubePersistentVolumeClaimProps(
         metadata=kube.ObjectMeta(name=names.FSX_CLAIM, namespace=namespace),
-        spec=_claim_spec(capacity_gib, volume_name=names.FSX_VOLUME, storage_class_name=""),
+        spec=_claim_spec(capacity_gib, volume_name=names.FSX_VOLUME, storage_class_name=names.FSX_STORAGE_CLASS),
     )
 
 

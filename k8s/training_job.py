@@ -1,4 +1,4 @@
-"""One training job: settings, policies and the JobSet. Everything here lives as long as the job."""
+"""One training job: settings, policies, monitoring and the workload. Everything here lives as long as the job."""
 
 import hashlib
 
@@ -9,7 +9,9 @@ from constructs import Construct
 from config import names
 from config.deployment import DeploymentConfig
 from k8s import launcher, policies
+from k8s.indexed_job import TrainingIndexedJob
 from k8s.jobset import TrainingJobSet
+from k8s.monitoring import JobMonitoring
 
 
 class TrainingJobChart(Chart):
@@ -35,4 +37,7 @@ class TrainingJobChart(Chart):
             immutable=True,
         )
         policies.JobPolicies(self, "policies", job=job)
-        TrainingJobSet(self, "jobset", deployment=deployment, train_config_map=config_map)
+        if job.monitoring is not None:
+            JobMonitoring(self, "monitoring", job=job, monitoring=job.monitoring)
+        workload = TrainingJobSet if job.kind == "jobset" else TrainingIndexedJob
+        workload(self, job.kind.replace("_", "-"), deployment=deployment, train_config_map=config_map)

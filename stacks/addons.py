@@ -1,19 +1,15 @@
-"""What runs in every cluster before a job does: EKS add-ons and Helm charts, each pinned, in one table each."""
+"""The EKS add-ons of a cluster, pinned in one table, with the least that each may do."""
 
-import copy
-import dataclasses
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
-import aws_cdk as cdk
 from aws_cdk import aws_eks_v2 as eks
 from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from config import names
 from config.cluster import ClusterConfig
-from config.instances import INSTANCE_TYPES
 
 # Every DaemonSet of ours tolerates the GPU nodes' taint; otherwise its plugin never lands there and every pod that
 # asks for its devices stays Pending (aws-efa-eks #3, containers-roadmap #2567).
@@ -22,7 +18,7 @@ GPU_TOLERATION = {"key": names.GPU_TAINT_KEY, "operator": "Exists", "effect": "N
 
 @dataclass(frozen=True)
 class ManagedAddon:
-    """An EKS add-on. `permissions`: what its service account may do through EKS Pod Identity."""
+    """An EKS add-on. `actions`: what its service account may do through EKS Pod Identity."""
 
     id_: str
     name: str
@@ -100,145 +96,6 @@ def managed_addons(config: ClusterConfig) -> tuple[ManagedAddon, ...]:
     return (*MANAGED_ADDONS, CLOUDWATCH_ADDON) if config.observability.metrics == "cloudwatch" else MANAGED_ADDONS
 
 
-@dataclass(frozen=True)
-class HelmRelease:
-    """A pinned Helm chart; an OCI repository names the chart itself.
-
-    `image` is where the chart's image comes from, and `image_path` the value that says so: what a cluster without
-    internet replaces by its mirror's. An image that is in the region's EKS registry needs no mirror and gives none.
-    """
-
-    id_: str
-    chart: str
-    repository: str
-    version: str
-    namespace: str
-    values: dict[str, Any]
-    image: str | None = None
-    image_path: tuple[str, ...] = ("image", "repository")
-    registry_apart: bool = False  # whether the chart wants the host beside it, as `registry`
-
-
-def helm_releases(config: ClusterConfig) -> tuple[HelmRelease, ...]:
-    """The Helm charts of a cluster, from the internet or from its mirror."""
-    releases = [NVIDIA_DEVICE_PLUGIN, _efa_device_plugin(config), JOBSET]
-    releases += [DCGM_EXPORTER] if config.addons.dcgm_exporter else []
-    releases += [KUEUE] if config.addons.kueue else []
-    mirror = config.network.mirror_registry
-    return tuple(releases if mirror is None else [_mirrored(release, mirror) for release in releases])
-
-
-# Neither device plugin exists as an EKS add-on. This one's affinity wants NVIDIA's feature discovery or the label that
-# our node group sets.
-NVIDIA_DEVICE_PLUGIN = HelmRelease(
-    "NvidiaDevicePlugin",
-    chart="nvidia-device-plugin",
-    repository="https://nvidia.github.io/k8s-device-plugin",
-    version="0.19.3",
-    namespace="kube-system",
-    image="nvcr.io/nvidia/k8s-device-plugin",
-    values={"nodeSelector": {names.GPU_PRESENT_LABEL: "true"}, "tolerations": [GPU_TOLERATION]},
-)
-
-JOBSET = HelmRelease(
-    "JobSet",
-    chart="jobset",
-    repository="oci://registry.k8s.io/jobset/charts/jobset",
-    version="0.12.0",
-    namespace="jobset-system",
-    image="registry.k8s.io/jobset/jobset",
-    registry_apart=True,
-    values={"controller": {"nodeSelector": {names.NODE_ROLE_LABEL: names.NODE_ROLE_SYSTEM}}},
-)
-
-# DCGM fields, in the exporter's own format: what a training run looks at, and the last Xid, which its default list
-# may leave out. https://docs.nvidia.com/datacenter/dcgm/latest/dcgm-api/dcgm-api-field-ids.html
-_DCGM_FIELDS = """\
-DCGM_FI_DEV_XID_ERRORS,            gauge,   Value of the last XID error encountered.
-DCGM_FI_DEV_GPU_UTIL,              gauge,   GPU utilization (in %).
-DCGM_FI_PROF_PIPE_TENSOR_ACTIVE,   gauge,   Share of cycles in which the tensor pipe is active.
-DCGM_FI_DEV_FB_USED,               gauge,   Framebuffer memory used (in MiB).
-DCGM_FI_DEV_FB_FREE,               gauge,   Framebuffer memory free (in MiB).
-DCGM_FI_DEV_GPU_TEMP,              gauge,   GPU temperature (in C).
-DCGM_FI_DEV_POWER_USAGE,           gauge,   Power draw (in W).
-DCGM_FI_DEV_SM_CLOCK,              gauge,   SM clock frequency (in MHz).
-DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL, counter, NVLink bandwidth over all lanes.
-DCGM_FI_DEV_ECC_DBE_VOL_TOTAL,     counter, Double-bit volatile ECC errors.
-DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS, counter, Rows remapped for uncorrectable errors.
-DCGM_FI_DEV_ROW_REMAP_FAILURE,     gauge,   Whether remapping of rows has failed.
-"""
-
-# A client of the host engine that the node monitoring agent already runs on every GPU node (its dcgm-server listens on
-# host port 5555): engines of our own beside it have been how healthy nodes got replaced (containers-roadmap #2555).
-# 1 GiB: with eight GPUs the chart's usual 128 MiB to 512 MiB end in OOM kills.
-DCGM_EXPORTER = HelmRelease(
-    "DcgmExporter",
-    chart="dcgm-exporter",
-    repository="https://nvidia.github.io/dcgm-exporter/helm-charts",
-    version="4.8.3",
-    namespace="kube-system",
-    image="nvcr.io/nvidia/k8s/dcgm-exporter",
-    values={
-        "nodeSelector": {names.GPU_PRESENT_LABEL: "true"},
-        "tolerations": [GPU_TOLERATION],
-        "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}},
-        "extraEnv": [
-            {"name": "HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}},
-            {"name": "DCGM_REMOTE_HOSTENGINE_INFO", "value": "$(HOST_IP):5555"},
-        ],
-        "customMetrics": _DCGM_FIELDS,
-        # Its custom resource exists only where the Prometheus operator is installed.
-        "serviceMonitor": {"enabled": False},
-    },
-)
-
-# Queues for several teams; it learns about JobSets from its own defaults.
-KUEUE = HelmRelease(
-    "Kueue",
-    chart="kueue",
-    repository="oci://registry.k8s.io/kueue/charts/kueue",
-    version="0.19.4",
-    namespace="kueue-system",
-    image="registry.k8s.io/kueue/kueue",
-    image_path=("controllerManager", "manager", "image", "repository"),
-    values={"controllerManager": {"nodeSelector": {names.NODE_ROLE_LABEL: names.NODE_ROLE_SYSTEM}}},
-)
-
-
-def _efa_device_plugin(config: ClusterConfig) -> HelmRelease:
-    return HelmRelease(
-        "EfaDevicePlugin",
-        chart="aws-efa-k8s-device-plugin",
-        repository="https://aws.github.io/eks-charts",
-        version="v0.5.30",
-        namespace="kube-system",
-        values={
-            "image": {"repository": f"{config.eks_image_registry}/eks/aws-efa-k8s-device-plugin"},
-            # Keeps it off GPU nodes launched without EFA, where it would crash in a loop (eks-charts #1239).
-            "nodeSelector": {names.EFA_PRESENT_LABEL: "true"},
-            "tolerations": [GPU_TOLERATION],
-            # The chart's own list of instance types lags behind new ones (eksctl #8089).
-            "supportedInstanceLabels": {
-                "keys": ["node.kubernetes.io/instance-type"],
-                "values": sorted(INSTANCE_TYPES),
-            },
-        },
-    )
-
-
-def _mirrored(release: HelmRelease, mirror: str) -> HelmRelease:
-    """The release from `mirror`: charts under charts/, images under their upstream path without the host."""
-    values = copy.deepcopy(release.values)
-    if release.image is not None:
-        *parents, last = release.image_path
-        section = values
-        for key in parents:
-            section = section.setdefault(key, {})
-        host, _, path = f"{mirror}/{release.image.partition('/')[2]}".partition("/")
-        section |= {"registry": host, last: path} if release.registry_apart else {last: f"{host}/{path}"}
-    return dataclasses.replace(release, repository=f"oci://{mirror}/charts/{release.chart}", values=values)
-
-
 class ManagedAddons(Construct):
     """The EKS add-ons that come before the nodes, or after them.
 
@@ -284,27 +141,3 @@ class ManagedAddons(Construct):
         if addon.managed_policy is not None:
             role.add_managed_policy(iam.ManagedPolicy.from_aws_managed_policy_name(addon.managed_policy))
         return role
-
-
-class HelmReleases(Construct):
-    """Installs the Helm charts through the cluster's kubectl provider, after the add-ons."""
-
-    def __init__(
-        self, scope: Construct, id_: str, *, cluster: eks.ICluster, config: ClusterConfig, after: ManagedAddons
-    ) -> None:
-        super().__init__(scope, id_)
-        for release in helm_releases(config):
-            chart = eks.HelmChart(
-                self,
-                release.id_,
-                cluster=cluster,
-                # A release name that survives a renamed construct.
-                release=release.chart,
-                chart=release.chart,
-                repository=release.repository,
-                version=release.version,
-                namespace=release.namespace,
-                values=release.values,
-                timeout=cdk.Duration.minutes(10),
-            )
-            chart.node.add_dependency(*after.addons)

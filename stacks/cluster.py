@@ -7,14 +7,16 @@ from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_eks_v2 as eks
 from aws_cdk import aws_iam as iam
 from aws_cdk import aws_kms as kms
+from aws_cdk import aws_logs as logs
 from aws_cdk.lambda_layer_kubectl_v36 import KubectlV36Layer
 from constructs import Construct
 
 from config.cluster import ClusterConfig
 from config.job import JobConfig
-from stacks.addons import HelmReleases, ManagedAddons
+from stacks.addons import ManagedAddons
 from stacks.cluster_objects import ClusterObjects
 from stacks.gpu_nodegroup import GpuNodegroup
+from stacks.helm_releases import HelmReleases
 from stacks.network import NetworkStack
 from stacks.nodes import node_role
 from stacks.storage import StorageStack
@@ -118,6 +120,8 @@ class ClusterStack(cdk.Stack):
             kubectl_provider_options=eks.KubectlProviderOptions(kubectl_layer=KubectlV36Layer(self, "KubectlLayer")),
             output_config_command=False,
         )
+        # Of the kubectl provider's functions: by itself the library keeps them for two years after the stack is gone.
+        cdk.RemovalPolicies.of(self).destroy(apply_to_resource_types=[logs.CfnLogGroup.CFN_RESOURCE_TYPE_NAME])
         resource = cluster.node.default_child
         assert isinstance(resource, eks.CfnCluster)
         # Not a property of the L2. At the end of standard support EKS upgrades, instead of charging six times as much.

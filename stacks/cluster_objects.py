@@ -6,11 +6,11 @@ from constructs import Construct
 
 from config.cluster import StorageConfig
 from k8s.shared import POD_SECURITY_LABELS
-from k8s.storage import fsx_claim, fsx_volume
+from k8s.storage import fsx_claim, fsx_storage_class, fsx_volume
 
 
 class ClusterObjects(Construct):
-    """Namespace, PersistentVolume and claim."""
+    """Namespace, storage class, PersistentVolume and claim."""
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class ClusterObjects(Construct):
             "Volume",
             cluster=cluster,
             manifest=[
+                fsx_storage_class(),
                 fsx_volume(
                     namespace=namespace,
                     file_system_id=file_system.ref,

@@ -15,8 +15,11 @@ from config.cluster import StorageConfig
 from stacks.storage import removal_policy
 
 TRAINING = Path(__file__).parents[1] / "training"
-# The same Ubuntu from a registry without Docker Hub's limit of anonymous pulls, which CodeBuild's addresses often meet.
-BASE_IMAGE = "public.ecr.aws/docker/library/ubuntu:24.04"
+# The Dockerfile's own base, from a registry without Docker Hub's limit of anonymous pulls, which CodeBuild's addresses
+# often meet.
+BASE_IMAGE = (
+    "public.ecr.aws/docker/library/ubuntu:24.04@sha256:69cecf4bbf72d2d44a9eef1b71fb98c7fb973d78af11399deccef19beb008ad9"
+)
 
 _BUILD = """\
 set -euo pipefail
@@ -29,7 +32,7 @@ if ! digest=$(digest_of_tag 2>/dev/null); then
   mkdir /tmp/context && cp -r "$CODEBUILD_SRC_DIR" /tmp/context/training
   docker build --platform linux/amd64 --build-arg "BASE=$BASE_IMAGE" \\
     --file /tmp/context/training/Dockerfile --tag "$REPOSITORY_URI:$TAG" /tmp/context
-  docker run --rm "$REPOSITORY_URI:$TAG"
+  docker run --rm "$REPOSITORY_URI:$TAG" python -m training.self_test
   docker push --quiet "$REPOSITORY_URI:$TAG"
   digest=$(digest_of_tag)
 fi
@@ -86,13 +89,6 @@ class ImageStack(cdk.Stack):
             exclude=["**/__pycache__", "**/*.pyc"],
             ignore_mode=cdk.IgnoreMode.DOCKER,
         )
-        variables = {
-            "REPOSITORY_URI": self.repository.repository_uri,
-            "REPOSITORY_NAME": self.repository.repository_name,
-            "TAG": source.asset_hash,
-            "BASE_IMAGE": BASE_IMAGE,
-            "PARAMETER": self.parameter.parameter_name,
-        }
         return codebuild.Project(
             self,
             "Project",
@@ -104,22 +100,28 @@ class ImageStack(cdk.Stack):
                 compute_type=codebuild.ComputeType.LARGE,
                 privileged=True,  # for its Docker daemon
             ),
-            environment_variables={
-                name: codebuild.BuildEnvironmentVariable(value=value) for name, value in variables.items()
-            },
+            environment_variables=self._variables(source),
             build_spec=codebuild.BuildSpec.from_object(
                 {"version": "0.2", "env": {"shell": "bash"}, "phases": {"build": {"commands": [_BUILD]}}}
             ),
             timeout=cdk.Duration.hours(2),
             queued_timeout=cdk.Duration.minutes(30),
-            logging=codebuild.LoggingOptions(
-                cloud_watch=codebuild.CloudWatchLoggingOptions(
-                    log_group=logs.LogGroup(
-                        self,
-                        "BuildLog",
-                        retention=logs.RetentionDays.ONE_MONTH,
-                        removal_policy=cdk.RemovalPolicy.DESTROY,
-                    )
-                )
-            ),
+            logging=self._logging(),
         )
+
+    def _variables(self, source: assets.Asset) -> dict[str, codebuild.BuildEnvironmentVariable]:
+        """What the build's commands read."""
+        values = {
+            "REPOSITORY_URI": self.repository.repository_uri,
+            "REPOSITORY_NAME": self.repository.repository_name,
+            "TAG": source.asset_hash,
+            "BASE_IMAGE": BASE_IMAGE,
+            "PARAMETER": self.parameter.parameter_name,
+        }
+        return {name: codebuild.BuildEnvironmentVariable(value=value) for name, value in values.items()}
+
+    def _logging(self) -> codebuild.LoggingOptions:
+        log_group = logs.LogGroup(
+            self, "BuildLog", retention=logs.RetentionDays.ONE_MONTH, removal_policy=cdk.RemovalPolicy.DESTROY
+        )
+        return codebuild.LoggingOptions(cloud_watch=codebuild.CloudWatchLoggingOptions(log_group=log_group))

@@ -6,6 +6,7 @@ import aws_cdk as cdk
 from aws_cdk import aws_budgets as budgets
 from aws_cdk import aws_cloudwatch as cloudwatch
 from aws_cdk import aws_cloudwatch_actions as actions
+from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_eks_v2 as eks
 from aws_cdk import aws_events as events
 from aws_cdk import aws_events_targets as targets
@@ -18,6 +19,7 @@ from constructs import Construct
 
 from config.cluster import CapacityBlock, ClusterConfig, ObservabilityConfig
 from config.job import JobConfig
+from stacks.prometheus import Prometheus
 
 FREE_SPACE_SHARE = 0.1
 _GIB = 1024**3
@@ -25,7 +27,7 @@ _MINUTE = cdk.Duration.minutes(1)
 
 
 class ObservabilityStack(cdk.Stack):
-    """Alarms on what FSx and EC2 report by themselves, and, with Container Insights, on what the nodes say."""
+    """Alarms on what FSx and EC2 report by themselves and on what the nodes say, to CloudWatch or to Prometheus."""
 
     def __init__(
         self,
@@ -37,6 +39,7 @@ class ObservabilityStack(cdk.Stack):
         file_system: fsx.CfnFileSystem,
         cluster: eks.ICluster,
         gpu_nodegroup: eks.CfnNodegroup,
+        subnets: list[ec2.ISubnet],
         **kwargs: Any,
     ) -> None:
         super().__init__(scope, id_, description="Training: alarms and budget", **kwargs)
@@ -45,6 +48,8 @@ class ObservabilityStack(cdk.Stack):
         self._tell_of_replaced_nodes(gpu_nodegroup)
         if config.observability.metrics == "cloudwatch":
             self._alarm_on_nodes(config, job, cluster)
+        if config.observability.metrics == "prometheus":
+            Prometheus(self, "Prometheus", config=config, job=job, cluster=cluster, subnets=subnets, topic=self.topic)
         self._budget(config.observability)
         cdk.CfnOutput(self, "TopicArn", value=self.topic.topic_arn, description="subscribe here to be told")
 

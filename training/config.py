@@ -24,6 +24,8 @@ from training.config_step import (
 EXIT_OK = 0
 EXIT_BAD_CONFIG = 2
 EXIT_NO_RESTART = 93
+EXIT_PREFLIGHT_FAILED = 94  # a node is not fit
+EXIT_PREFLIGHT_NOT_RUN = 95  # a node is missing
 EXIT_SIGTERM = 143
 
 # Files in the run directory that tell the supervisor how the run ended: ft_launcher's exit code alone does not.
@@ -45,17 +47,49 @@ class DataConfig(Config):
     )
 
 
-class CheckpointConfig(Config):
-    """Durable checkpoints, written in the background by NVRx and visible only once committed."""
+class LocalCheckpointConfig(Config):
+    """Copies on each node's own disk: survive the processes, and with a replica any one node."""
 
-    directory: str = Field(description="folder of the checkpoints, on storage that all nodes share")
-    interval_steps: PositiveInt = Field(description="steps between saves; the last step is saved too")
-    keep_latest: Annotated[int, Field(ge=1)] = Field(default=2, description="committed checkpoints that are kept")
+    directory: str = Field(description="on the node's NVMe or in /dev/shm; emptied of other runs' copies")
+    interval_steps: PositiveInt = Field(description="optimizer steps between two copies; the newest is kept")
+    replicas: Annotated[int, Field(ge=0, le=1)] = Field(
+        default=1, description="copies on other nodes; 1 needs an even number of nodes"
+    )
+
+
+class CheckpointConfig(Config):
+    """Checkpoints in three tiers: memory, local (optional) and durable, each visible only once it is whole."""
+
+    directory: str = Field(description="on shared storage: the durable tier")
+    interval_steps: PositiveInt = Field(description="optimizer steps between two durable checkpoints")
+    keep_latest: Annotated[int, Field(ge=1)] = Field(default=2, description="durable checkpoints that are kept")
+    keep_every_steps: PositiveInt | None = Field(
+        default=None, description="durable checkpoints at multiples of this step are kept for good; unset keeps none"
+    )
+    mode: Literal["async", "sync"] = Field(
+        default="async", description="sync stops training until each save is committed"
+    )
+    when_behind: Literal["wait", "skip"] = Field(
+        default="wait",
+        description="a save that is due while the one before is still being written: wait for it, or skip it",
+    )
     commit_within_steps: PositiveInt | None = Field(
         default=None,
         description="wait for a save that is not committed this many steps after it began; 1 bounds the steps lost "
         "to interval_steps, unset lets a slow storage lengthen the loss instead of the step",
     )
+    memory: bool = Field(default=True, description="in-process restarts restore from the staged copy in host memory")
+    memory_interval_steps: PositiveInt | None = Field(
+        default=None, description="steps between two copies in memory; unset takes only those that the other tiers save"
+    )
+    local: LocalCheckpointConfig | None = Field(
+        default=None, description="copies on the nodes' own disks; unset makes none"
+    )
+    verify: bool = Field(default=True, description="compare every file with its checksum while it is loaded")
+    save_timeout_seconds: PositiveFloat = Field(
+        default=600.0, description="a durable save that takes longer has failed, and its writer is replaced"
+    )
+    max_failed_saves: PositiveInt = Field(default=3, description="this many failed durable saves in a row end the run")
 
 
 class InProcessRestart(Config):
@@ -228,6 +262,13 @@ class TrainConfig(Config):
                 f"seq_len {self.seq_len} exceeds model.max_position_embeddings "
                 f"{self.model.max_position_embeddings}; lower seq_len"
             )
+        deadline, section = self.checkpoint.save_timeout_seconds, self.restarts.in_job
+        if deadline >= section.checkpointing_section_timeout_seconds:
+            raise ValueError(
+                f"checkpoint.save_timeout_seconds {deadline:g} must be below "
+                "restarts.in_job.checkpointing_section_timeout_seconds "
+                f"{section.checkpointing_section_timeout_seconds:g}, which ends the processes; raise the second"
+            )
         ramps = self.schedule.warmup_steps + (self.schedule.decay_steps or 0)
         if ramps > self.total_steps:
             raise ValueError(
@@ -288,7 +329,7 @@ def describe_errors(error: ValidationError) -> str:
             message = "unknown key; check its spelling against the schema"
         given = item.get("input")
         shown = f" (given {given!r})" if isinstance(given, str | int | float | bool) else ""
-        lines.append(f"{path}: {message}{shown}")
+        lines += [f"{path}: {line}{shown}" for line in message.splitlines()]
     return "\n".join(lines)
 
 

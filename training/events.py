@@ -10,7 +10,8 @@ O_APPEND, so it survives a SIGKILL that comes after it. Events and their own fie
     process_group_ready
     model_ready
     restore_start
-    restored              step: last step whose result is in the model, 0 for a fresh start; tier: durable | none
+    restored              step: last step whose result is in the model, 0 for a fresh start; tier: memory | local |
+                          durable | none; damaged: what was passed over, one line each
     fault                 kind, step: written before the fault strikes
     settings_changed      changes: what differs from the run that saved the checkpoint, and may (rank 0)
     step                  step, started_t, loss, grad_norm, learning_rate, skipped: the gradient was not finite, so
@@ -21,7 +22,10 @@ O_APPEND, so it survives a SIGKILL that comes after it. Events and their own fie
     stragglers            step, ranks: whose GPU is slow, by NVRx's detector (rank 0)
     stopped               step: of the checkpoint; reason: sigterm | deadline; training ended before its last step
     checkpoint_committed  step, started_t, size_bytes (rank 0)
+    checkpoint_replicated step: every rank has it on its node, and where so set on a peer's (rank 0)
+    save_failed           step, reason: this save is lost, training goes on (rank 0)
     abort                 this rank was told to leave the training function (in-process restart)
+    peer_lost             peer: the rank whose node is gone; this process ends, for in-job restart to begin
     refused               reason: settings, corpus or checkpoints do not fit; the job ends, no restart can mend it
     complete              step, loss, params_sha256: training is done on this rank
 """

@@ -42,9 +42,9 @@ def leave_process_group() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(*, adopt: bool = True) -> None:
     """Make orphaned descendants children of this process instead of init's, so that it can find and end them."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def _prctl(option: int, value: int) -> None:

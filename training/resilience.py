@@ -8,7 +8,7 @@ overdue.
 import datetime
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from nvidia_resiliency_ext.inprocess.nested_restarter import (
     NestedRestarterHandlingStarting,
 )
 from nvidia_resiliency_ext.inprocess.state import State  # its frozen twin is made at run time
+from nvidia_resiliency_ext.inprocess.store import TCPStore
 
 from training.config import RestartsConfig
 from training.events import EventLog
@@ -91,11 +92,11 @@ class AbortGloo(Abort):
     """Unblock ranks that wait in a gloo collective, by shutting down gloo's TCP connections.
 
     NVRx aborts NCCL only; gloo would wait for its own timeout and could end the job meanwhile. Each of this
-    process's TCP connections is shut down but the stores': the restart itself needs those.
+    process's TCP connections is shut down but those of the stores, which the restart itself needs, and of PeerWatch.
     """
 
-    def __init__(self, store_ports: frozenset[int]) -> None:
-        self._store_ports = store_ports
+    def __init__(self, kept_ports: frozenset[int]) -> None:
+        self._kept_ports = kept_ports
 
     def __call__(self, state: State) -> State:
         """Called by the Wrapper's monitor thread while the main thread may be blocked."""
@@ -103,7 +104,7 @@ class AbortGloo(Abort):
             with connection:
                 try:
                     ports = {connection.getsockname()[1], connection.getpeername()[1]}
-                    if not ports & self._store_ports:
+                    if not ports & self._kept_ports:
                         connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # not connected (a listener), or closed meanwhile
@@ -125,6 +126,19 @@ def _own_tcp_connections() -> Iterator[socket.socket]:
             yield candidate
         else:
             candidate.close()
+
+
+class RestartStore(TCPStore):
+    """The in-process layer's store, mended for the loss of a whole node.
+
+    NVRx 0.7.0 enters the termination barrier on behalf of a silent rank with that rank's number as bytes
+    (`StoreMixin.get_initial_ranks`). Every other rank then fails on it as it leaves, and hangs until the hard timeout,
+    since its watchdog thread runs on.
+    """
+
+    def termination_barrier(self, ranks: Iterable[int | bytes], **arguments: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As NVRx's, for ranks in either form."""
+        super().termination_barrier(ranks=[int(rank) for rank in ranks], **arguments)
 
 
 class RecordAbort(Abort):
@@ -160,7 +174,7 @@ def wrap_in_process(
     device: torch.device,
     store_host: str,
     store_port: int,
-    other_store_ports: frozenset[int],
+    kept_ports: frozenset[int],
 ) -> Callable[[], Any]:
     """Wrap `train` for in-process restart by NVRx, or leave it as it is when that layer is off.
 
@@ -175,6 +189,7 @@ def wrap_in_process(
         train(call_wrapper)
 
     wrapper = Wrapper(
+        store_factory=RestartStore,
         store_kwargs={"host_name": store_host, "port": store_port},
         initialize=Compose(
             CountIteration(events),
@@ -185,7 +200,7 @@ def wrap_in_process(
         # only then are the process groups destroyed.
         abort=Compose(
             AbortTorchDistributed(),
-            AbortGloo(other_store_ports | {store_port}),
+            AbortGloo(kept_ports | {store_port}),
             RecordAbort(events),
             NestedRestarterHandlingStarting(),
         ),

@@ -58,6 +58,7 @@ class TrainStep:
         load: Callable[[Batch], torch.Tensor],
         *,
         before_last_backward: Callable[[], None] = lambda: None,
+        before_update: Callable[[], None] = lambda: None,
         stop: StopReason | None = None,
     ) -> StepResult:
         """Train on `micro_batches`, each loaded as [micro_batch_size, seq_len + 1] token ids on the model's device.
@@ -67,6 +68,7 @@ class TrainStep:
             micro_batches: at least one.
             load: makes a micro-batch's tokens; timed as data loading.
             before_last_backward: called between the last forward and its backward (fault injection).
+            before_update: called before the parameters change (a checkpoint may still be copying them).
             stop: why this rank wants to end; one rank's wish is every rank's.
 
         Raises:
@@ -89,6 +91,7 @@ class TrainStep:
         # Reading the norm waits for the GPU, so the time up to here is that of forward and backward on a GPU too.
         norm = clip_gradients(self._model, self._config.optimizer.max_grad_norm)
         computed = time.perf_counter()
+        before_update()
         learning_rate = self._update(step, norm)
         mean_loss, agreed_stop = _agree(loss, stop)
         return StepResult(

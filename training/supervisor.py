@@ -9,19 +9,22 @@ that it is complete. With a run directory the code is, first match wins:
     0     the command ended with 0 and the trainer wrote the done marker
     2     the command ended with 2: bad arguments or settings
     93    the command ended with 93, or the trainer wrote the no-restart marker
-    143   the supervisor was told to stop (130 by SIGINT), or another node's was, or the command ended with 0 without
-          the done marker
+    143   the supervisor was told to stop by SIGTERM (by another signal: 128 and its number), or another node's was, or
+          the command ended with 0 without the done marker
     128+n signal n killed the command
     else  the command's own code
 
 Without one (the rendezvous store) there are no markers: 0 is passed on unless the supervisor was told to stop.
-Standard library only, so that it listens to signals within a few hundredths of a second.
+
+The command's standard error passes through here, so that the termination message can quote its last error. Standard
+library only, so that it listens to signals within a few hundredths of a second.
 """
 
 import argparse
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -45,7 +48,16 @@ DONE_WAIT_SECONDS = 5.0
 # A process in uninterruptible sleep (a hung mount) can't be killed; the container's end takes it.
 KILL_WAIT_SECONDS = 10.0
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# The kubelet cuts a termination message off at 4096 bytes.
+_QUOTE_CHARACTERS = 1500
+_KEPT_BYTES = 16_384
+# ft_launcher 0.7.0 ends with 1 and one of these when it would have restarted its ranks but may not any more: on the
+# node whose rank failed, and on the others.
+_RESTARTS_USED_UP = ("Some rank(s) exited with non-zero exit code", "TerminalWorkerGroupFailure")
+
+# Those that end ft_launcher; and those that tell a process something.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FORWARDED = (*_STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
@@ -55,6 +67,30 @@ class Ending:
     code: int
     killed_by: signal.Signals | None = None
     stopped_by: signal.Signals | None = None
+
+
+class LastWords:
+    """Passes the command's standard error on to ours, and remembers its end."""
+
+    def __init__(self) -> None:
+        self._read_end, self.write_end = os.pipe()
+        self._kept = b""
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+        self._thread.start()
+
+    def _pass_on(self) -> None:
+        while block := os.read(self._read_end, 65_536):
+            self._kept = (self._kept + block)[-_KEPT_BYTES:]
+            with suppress(OSError):  # nobody reads ours: go on, or the command would block
+                while block:
+                    block = block[os.write(sys.stderr.fileno(), block) :]
+
+    def text(self) -> str:
+        """The end of what was said. Call it when no writer is left, or almost."""
+        with suppress(OSError):
+            os.close(self.write_end)
+        self._thread.join(timeout=1.0)
+        return self._kept.decode(errors="replace")
 
 
 @dataclass
@@ -73,6 +109,12 @@ class Markers:
         version = self._version(name)
         return version is not None and version != self._at_start[name]
 
+    def reason(self, name: str) -> str:
+        """What the trainer wrote into the marker: one line, or nothing."""
+        with suppress(OSError):
+            return " ".join((self.directory / name).read_text(errors="replace").split())[:_QUOTE_CHARACTERS]
+        return ""
+
     def _version(self, name: str) -> tuple[int, int] | None:
         # Inode and time, compared for equality only: no clock of another node is trusted.
         try:
@@ -84,20 +126,31 @@ class Markers:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command to its end; returns the exit code for Kubernetes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP_SIGNALS, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would have the kernel reap our child
     arguments = parse_arguments(argv)
     adopt_orphans()  # as they come to PID 1: a drill runs us as an ordinary process
     markers = Markers(arguments.run_directory) if arguments.run_directory else None
+    last_words = LastWords()
     try:
         # A process group of its own: what it leaves behind is found by the group, even after a double fork.
-        pid = os.posix_spawnp(arguments.command[0], arguments.command, os.environ, setpgroup=0, setsigmask=())
+        pid = os.posix_spawnp(
+            arguments.command[0],
+            arguments.command,
+            os.environ,
+            file_actions=[(os.POSIX_SPAWN_DUP2, last_words.write_end, 2)],
+            setpgroup=0,
+            setsigmask=(),
+        )
     except OSError as error:
         _report(f"cannot start {arguments.command[0]} ({error.strerror})", arguments.termination_log)
         return EXIT_NOT_STARTED
     ending = _wait(pid, arguments.run_directory)
     left_behind = _kill_rest(pid)
     code, reason = exit_code(ending, markers)
+    said = last_words.text()
+    if ending.stopped_by is None and code not in (0, EXIT_SIGTERM):
+        reason += _explain(code, said)
     trail = f"; killed {left_behind} process(es) that it left behind" if left_behind else ""
     _report(f"exit {code}: {Path(arguments.command[0]).name} {reason}{trail}", arguments.termination_log)
     return code
@@ -114,7 +167,10 @@ def exit_code(ending: Ending, markers: Markers | None) -> tuple[int, str]:
         return 0, "is complete"
     if ending.code == EXIT_BAD_CONFIG:
         return EXIT_BAD_CONFIG, "refused its arguments or settings"
-    if ending.code == EXIT_NO_RESTART or no_restart:
+    if no_restart:
+        why = markers.reason(NO_RESTART_MARKER) if markers else ""
+        return EXIT_NO_RESTART, f"must not be restarted (ended with {ending.code}){f': {why}' if why else ''}"
+    if ending.code == EXIT_NO_RESTART:
         return EXIT_NO_RESTART, f"must not be restarted (ended with {ending.code})"
     if ending.stopped_by is not None:
         return 128 + ending.stopped_by, f"was stopped by {ending.stopped_by.name} (ended with {ending.code})"
@@ -125,6 +181,17 @@ def exit_code(ending: Ending, markers: Markers | None) -> tuple[int, str]:
     if ending.killed_by is not None:
         return ending.code, f"was killed by {ending.killed_by.name}"
     return ending.code, f"failed with {ending.code}"
+
+
+def _explain(code: int, said: str) -> str:
+    """Why a command failed, from the end of what it said."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    # Warnings of processes that end later may follow the error.
+    quoted = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
+    used_up = code == 1 and any(sign in said for sign in _RESTARTS_USED_UP)
+    return f"{': its restarts are used up' if used_up else ''}; last error: {quoted[:_QUOTE_CHARACTERS]}"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -142,16 +209,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _wait(pid: int, run_directory: Path | None) -> Ending:
-    """Pass stop signals on to the command and reap every child, until the command itself has ended."""
+    """Pass signals on to the command and reap every child, until the command itself has ended."""
     stopped_by = None
     while True:
-        received = signal.sigwait({*_STOP_SIGNALS, signal.SIGCHLD})
-        if received in _STOP_SIGNALS:
-            stopped_by = stopped_by or signal.Signals(received)
-            if run_directory is not None:
-                # Tells the ranks this SIGTERM, before which they save, from the launcher's own, by which they must end.
-                with suppress(OSError):
-                    (run_directory / STOP_MARKER).touch()
+        received = signal.sigwait({*_FORWARDED, signal.SIGCHLD})
+        if received in _FORWARDED:
+            if received in _STOP_SIGNALS:
+                stopped_by = stopped_by or signal.Signals(received)
+                _mark_stop(run_directory)
             with suppress(ProcessLookupError):
                 os.kill(pid, received)
             continue
@@ -162,6 +227,13 @@ def _wait(pid: int, run_directory: Path | None) -> Ending:
                 if code < 0:
                     return Ending(128 - code, signal.Signals(-code), stopped_by)
                 return Ending(code, None, stopped_by)
+
+
+def _mark_stop(run_directory: Path | None) -> None:
+    """Tell the ranks this SIGTERM, before which they save, from the launcher's own, by which they must end."""
+    if run_directory is not None:
+        with suppress(OSError):
+            (run_directory / STOP_MARKER).touch()
 
 
 def _reap() -> Iterator[tuple[int, int]]:

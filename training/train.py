@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from training import peer_watch
 from training.config import DONE_MARKER, EXIT_BAD_CONFIG, NO_RESTART_MARKER, STOP_MARKER, TrainConfig, load_train_json
 from training.events import EventLog
+from training.peer_watch import PeerWatch
 from training.stopping import StopRequest
 
 if TYPE_CHECKING:  # imported late at run time: see _train
@@ -73,7 +75,7 @@ def _train(config: TrainConfig, events: EventLog, stop: StopRequest, *, rank: in
     import nvidia_resiliency_ext
     import torch
 
-    from training.checkpoint.writer import BackgroundWriter
+    from training.checkpoint.saver import Saver
     from training.device import choose_device
     from training.resilience import RankMonitor, wrap_in_process
     from training.trainer import Process, run_attempt
@@ -91,6 +93,7 @@ def _train(config: TrainConfig, events: EventLog, stop: StopRequest, *, rank: in
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(host, port, world_size, is_master=rank == 0, wait_for_workers=False)
     restart_port = _agree_on_port(store, rank)
+    watch = _watch_peer(config, store, events, rank=rank, world_size=world_size)
     process = Process(
         rank=rank,
         world_size=world_size,
@@ -99,8 +102,9 @@ def _train(config: TrainConfig, events: EventLog, stop: StopRequest, *, rank: in
         store=store,
         events=events,
         monitor=RankMonitor(enabled="FT_RANK_MONITOR_IPC_SOCKET" in os.environ),
-        writer=BackgroundWriter(rank=rank),
+        saver=Saver(rank=rank, device=device),
         stop=stop,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
     with _gpu_checks_only_with_gpu(device.type):
         train = wrap_in_process(
@@ -111,15 +115,33 @@ def _train(config: TrainConfig, events: EventLog, stop: StopRequest, *, rank: in
             device=device,
             store_host=host,
             store_port=restart_port,
-            other_store_ports=frozenset({port}),
+            kept_ports=watch.ports | {port},
         )
     try:
         train()
     except BaseException:
-        process.writer.close(abort=True)
+        process.saver.close(abort=True)
         raise
-    process.writer.close()
+    process.saver.close()
+    watch.close()
     return 0
+
+
+def _watch_peer(
+    config: TrainConfig, store: "torch.distributed.TCPStore", events: EventLog, *, rank: int, world_size: int
+) -> PeerWatch:
+    def on_loss(peer: int) -> None:
+        events.write("peer_lost", peer=peer)
+        peer_watch.leave(peer)
+
+    return PeerWatch(
+        store,
+        rank=rank,
+        world_size=world_size,
+        address=peer_watch.own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+        silent_seconds=config.restarts.in_process.heartbeat_timeout_seconds,
+        on_loss=on_loss,
+    )
 
 
 @contextmanager

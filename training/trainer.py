@@ -17,13 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess import CallWrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from training import device as devices
 from training import parallelism
-from training.checkpoint.durable import CheckpointError, Committed, DurableCheckpointer
-from training.checkpoint.writer import BackgroundWriter
+from training.checkpoint.checkpointer import Checkpointer
+from training.checkpoint.restorer import CheckpointError, Restored
+from training.checkpoint.saver import Saver
+from training.checkpoint.state import Tensors, live_tensors
 from training.config import DONE_MARKER, EXIT_NO_RESTART, NO_RESTART_MARKER, TrainConfig
 from training.data import DataOrder, TokenizedCorpus
 from training.evaluation import Evaluation
@@ -39,12 +40,13 @@ from training.resume import check_continues, describe_run
 from training.step import StepResult, TrainStep
 from training.stopping import StopReason, StopRequest
 
-_STATE_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+# A poll of a save in flight takes microseconds; thousands of such lines would hide the stalls.
+_STALL_WORTH_SECONDS = 0.001
 
 
 @dataclass
 class Process:
-    """What lives as long as this process: identity, connections, the checkpoint writer, the wish to stop."""
+    """What lives as long as this process: identity, connections, staged checkpoints, their writer, the wish to stop."""
 
     rank: int
     world_size: int
@@ -53,8 +55,9 @@ class Process:
     store: dist.Store
     events: EventLog
     monitor: RankMonitor
-    writer: BackgroundWriter
+    saver: Saver
     stop: StopRequest
+    ranks_per_node: int = 1
 
 
 def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper | None) -> None:
@@ -89,7 +92,10 @@ def _train(trainer: "Trainer", start: int, *, ping: Callable[[], None]) -> StopR
         process.monitor.heartbeat()
         stop = result.stop if step < config.total_steps else None
         with process.monitor.section("checkpointing"):
-            stalled = _checkpoint(trainer, step, must_save=stop is not None)
+            try:
+                stalled = _checkpoint(trainer, step, must_save=stop is not None)
+            except CheckpointError as error:
+                _give_up(config, process, str(error))
         trainer.report(step, result, checkpoint_stall_seconds=stalled)
         if stop is not None:
             return stop
@@ -136,10 +142,13 @@ class Trainer:
         self.order = DataOrder(self.corpus.num_samples(config.seq_len), config.global_batch_size, config.seed)
         self.step = TrainStep(config, self.model, self.optimizer, end_of_document=self.corpus.index.end_of_document)
         self.evaluation = None if config.evaluation is None else Evaluation(config, config.evaluation)
-        self.checkpointer = DurableCheckpointer(
+        self.checkpointer = Checkpointer(
             config.checkpoint,
-            writer=process.writer,
+            saver=process.saver,
+            live=live_tensors(self.model, self.optimizer),
+            moment=self._random_state,
             attempt=f"{process.cycle}-{process.events.iteration}",
+            ranks_per_node=process.ranks_per_node,
             ping=ping,
         )
         self.faults = FaultInjector(
@@ -149,8 +158,8 @@ class Trainer:
             config.metrics.profiler, run_directory=Path(config.run_directory), rank=process.rank
         )
         self.limits = devices.limits(process.device)
+        self.last_step = 0
         self.last_loss: float | None = None
-        self.saved_step = 0
 
     def open_reports(self, start_step: int, attempt: ExitStack) -> None:
         """Open what must be closed when the attempt ends."""
@@ -160,30 +169,26 @@ class Trainer:
             StragglerDetection(config.metrics.straggler_interval_seconds, device=process.device)
         )
 
-    def restore(self) -> int:
-        """Load the newest committed checkpoint; returns its step, 0 for a fresh start. Collective."""
-        manifest = self.checkpointer.newest()
-        if manifest is None:
-            return 0
-        changes = check_continues(manifest, self.config, corpus=self.corpus.fingerprint)
-        state = self._state()
-        if manifest["world_size"] != self.process.world_size:
-            del state["random"]  # kept per rank: it belongs to a world of that size
-            changes.append(f"world size: {manifest['world_size']} in the checkpoint, now {self.process.world_size}")
-        self.checkpointer.load(state, step=manifest["step"])
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_STATE_OPTIONS,
-        )
-        if "random" in state:
-            restore_random_state(state["random"][f"rank{self.process.rank}"])
-        self.last_loss = manifest["loss"]
-        self.step.skipped_steps, self.step.skipped_in_a_row = manifest["skipped_steps"], manifest["skipped_in_a_row"]
-        self._tell_changes(changes)
-        return manifest["step"]
+    def restore(self) -> Restored:
+        """Bring back the newest step that every rank can restore. Collective."""
+        changes: list[str] = []
+
+        def check(manifest: dict[str, Any]) -> None:
+            changes[:] = check_continues(manifest, self.config, corpus=self.corpus.fingerprint)
+
+        restored = self.checkpointer.restore(check)
+        if restored.moment is not None:
+            prefix = self._random_state_prefix
+            restore_random_state({name.removeprefix(prefix): state for name, state in restored.moment.items()})
+        manifest = restored.manifest
+        if manifest:
+            self.last_step, self.last_loss = restored.step, manifest["loss"]
+            self.step.skipped_steps = manifest["skipped_steps"]
+            self.step.skipped_in_a_row = manifest["skipped_in_a_row"]
+            if manifest["world_size"] != self.process.world_size:
+                changes.append(f"world size: {manifest['world_size']} in the checkpoint, now {self.process.world_size}")
+            self._tell_changes(changes)
+        return restored
 
     def _tell_changes(self, changes: list[str]) -> None:
         if changes and self.process.rank == 0:
@@ -191,27 +196,24 @@ class Trainer:
             for change in changes:
                 print(f"resumed with another {change}", flush=True)
 
-    def save(self, step: int) -> None:
-        """Start a durable save of the state after `step`. Collective; blocks for staging only."""
+    def save(self, step: int, *, last: bool) -> None:
+        """Start the saves that are due after `step`; they copy while the next step runs. Collective."""
         manifest = {
-            "world_size": self.process.world_size,
-            "mesh_shape": list(self.mesh.shape),
             "loss": self.last_loss,
+            "mesh_shape": list(self.mesh.shape),
             "skipped_steps": self.step.skipped_steps,
             "skipped_in_a_row": self.step.skipped_in_a_row,
             **describe_run(self.config, corpus=self.corpus.fingerprint),
         }
-        self.checkpointer.save(self._state(), step=step, manifest=manifest)
-        self.saved_step = step
+        self.checkpointer.save(step, manifest, last=last)
 
-    def _state(self) -> dict[str, Any]:
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer, options=_STATE_OPTIONS)
-        random_state = random_state_tensors(self.process.device)
-        return {
-            "model": model_state,
-            "optimizer": optimizer_state,
-            "random": {f"rank{self.process.rank}": random_state},
-        }
+    @property
+    def _random_state_prefix(self) -> str:
+        return f"random.rank{self.process.rank}."
+
+    def _random_state(self) -> Tensors:
+        state = random_state_tensors(self.process.device)
+        return {self._random_state_prefix + name: tensor for name, tensor in state.items()}
 
     def train_step(self, step: int) -> tuple[StepResult, list[int]]:
         """One optimizer step; returns its result and this rank's sample ids. Collective."""
@@ -222,9 +224,10 @@ class Trainer:
             micro_batches,
             self._load,
             before_last_backward=lambda: self.faults.strike(step),
+            before_update=self.checkpointer.before_update,
             stop=process.stop.reason,
         )
-        self.last_loss = result.loss
+        self.last_step, self.last_loss = step, result.loss
         return result, [int(sample_id) for sample_ids in micro_batches for sample_id in sample_ids]
 
     def _load(self, sample_ids: Any) -> torch.Tensor:
@@ -300,13 +303,13 @@ def _set_up(
     trainer = Trainer(config, process, ping=ping)
     events.write("model_ready")
     events.write("restore_start")
-    start = trainer.restore()
-    events.write("restored", step=start, tier="durable" if start else "none")
-    trainer.open_reports(start, attempt)
-    # Only now: loading the writer's libraries takes seconds of CPU, which the way back to training needs first.
-    if start < config.total_steps:
-        process.writer.get_ready()
-    return trainer, start
+    restored = trainer.restore()
+    events.write("restored", step=restored.step, tier=restored.tier or "none", damaged=restored.damaged)
+    trainer.open_reports(restored.step, attempt)
+    # A finished run saves nothing any more, unless its last step is in memory only.
+    if restored.step < config.total_steps or restored.tier == "memory":
+        trainer.checkpointer.get_ready(restored)
+    return trainer, restored.step
 
 
 def _check_deadline(config: TrainConfig, process: Process) -> None:
@@ -320,40 +323,54 @@ def _check_deadline(config: TrainConfig, process: Process) -> None:
 
 
 def _checkpoint(trainer: Trainer, step: int, *, must_save: bool) -> float:
-    """Commit what is written, save when it is time; returns the seconds for which training waited."""
-    config, began = trainer.config, time.perf_counter()
-    last = step == config.total_steps or must_save
-    if trainer.checkpointer.saving:
-        overdue = config.checkpoint.commit_within_steps
-        must_wait = overdue is not None and step - trainer.saved_step >= overdue
+    """Take note of saves in flight, start those that are due; returns the seconds for which training waited."""
+    config, checkpointer, began = trainer.config.checkpoint, trainer.checkpointer, time.perf_counter()
+    last = step == trainer.config.total_steps or must_save
+    saving = checkpointer.saving
+    if saving is not None:
+        overdue = config.commit_within_steps is not None and step - saving.step >= config.commit_within_steps
         with _stall(trainer, step, "finalize"):
-            _record(trainer, trainer.checkpointer.wait() if must_wait else trainer.checkpointer.poll())
-    if step % config.checkpoint.interval_steps == 0 or last:
-        with _stall(trainer, step, "save"):
-            _record(trainer, trainer.checkpointer.wait())
-            trainer.save(step)
+            checkpointer.wait() if overdue else checkpointer.poll()
+    else:
+        checkpointer.poll()
+    with _stall(trainer, step, "save"):
+        trainer.save(step, last=last)
     if last:
         with _stall(trainer, step, "final_save"):
-            _record(trainer, trainer.checkpointer.wait())
+            checkpointer.wait()
+    _record(trainer)
     return time.perf_counter() - began
 
 
 @contextmanager
 def _stall(trainer: Trainer, step: int, phase: str) -> Iterator[None]:
+    """Time that training waits for checkpoints; told when it is worth it."""
     started_t = time.time()
     yield
-    trainer.process.events.write("stall", step=step, started_t=started_t, phase=phase)
+    if time.time() - started_t > _STALL_WORTH_SECONDS:
+        trainer.process.events.write("stall", step=step, started_t=started_t, phase=phase)
 
 
-def _record(trainer: Trainer, committed: Committed | None) -> None:
-    if committed is not None and trainer.process.rank == 0:
-        trainer.process.events.write("checkpoint_committed", **vars(committed))
+def _record(trainer: Trainer) -> None:
+    outcome, events = trainer.checkpointer.drain(), trainer.process.events
+    if trainer.process.rank != 0:
+        return
+    for committed in outcome.committed:
+        events.write("checkpoint_committed", **committed)
+    for step in outcome.replicated:
+        events.write("checkpoint_replicated", step=step)
+    for failed in outcome.failed:
+        events.write("save_failed", **failed)
+        print(f"warning: checkpoint of step {failed['step']}: {failed['reason']}", file=sys.stderr, flush=True)
 
 
 def _finish(trainer: Trainer, *, already_complete: bool) -> None:
     config, process = trainer.config, trainer.process
     if already_complete and process.rank == 0:
         print(f"step {config.total_steps} is the last one and is done already: nothing to train", flush=True)
+    if trainer.checkpointer.saving is not None:  # a last step that an in-process restart found in memory only
+        trainer.checkpointer.wait()
+        _record(trainer)
     # Whole parameters pass through every rank here: affordable for the small models of a drill.
     digest = trainer.params_sha256() if config.deterministic else None
     process.events.write("complete", step=config.total_steps, loss=trainer.last_loss, params_sha256=digest)
@@ -371,8 +388,8 @@ def _leave(trainer: Trainer, reason: StopReason) -> None:
     others wait up to five minutes for that node's, deaf to signals (torch's exit barrier).
     """
     config, process = trainer.config, trainer.process
-    process.events.write("stopped", step=trainer.saved_step, reason=reason.name.lower())
-    text = f"{reason.value}: saved step {trainer.saved_step} of {config.total_steps}"
+    process.events.write("stopped", step=trainer.last_step, reason=reason.name.lower())
+    text = f"{reason.value}: saved step {trainer.last_step} of {config.total_steps}"
     if process.rank == 0:
         print(text, flush=True)
         if reason is StopReason.DEADLINE:

@@ -1,9 +1,13 @@
 """The `job:` section's rules."""
 
+import re
+
 import pytest
 from pydantic import ValidationError
 
 from config.job import JobConfig
+from config.workload import HARMFUL_ENVIRONMENT, OWNED_ENVIRONMENT
+from training.config import RestartsConfig
 
 IMAGE = "trainer@sha256:" + "0" * 64
 
@@ -43,7 +47,7 @@ def test_an_image_that_can_move_is_refused(image):
         job(image=image)
 
 
-@pytest.mark.parametrize("name", ["Upper", "1st", "a" * 41, "a_b", "-a", "a-", ""])
+@pytest.mark.parametrize("name", ["Upper", "1st", "a" * 64, "a_b", "-a", "a-", ""])
 @pytest.mark.parametrize("field", ["name", "namespace"])
 def test_names_are_dns_labels(field, name):
     with pytest.raises(ValidationError, match=field):
@@ -72,10 +76,128 @@ def test_ranks_that_contradict_the_gpus_are_refused():
         ("run_as_user", 70_000),
         ("rendezvous", {"port": 80}),
         ("rendezvous", {"join_timeout_seconds": 0}),
-        ("rendezvous", {"mode": "embedded"}),
+        ("rendezvous", {"mode": "external"}),
         ("no_such_key", 1),
     ],
 )
 def test_values_out_of_range_are_refused(field, value):
     with pytest.raises(ValidationError, match=field):
         job(**{field: value})
+
+
+FSX = {
+    "file_system_id": "fs-0123456789abcdef0",
+    "dns_name": "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com",
+    "mount_name": "abcdefgh",
+    "capacity_gib": 4800,
+}
+
+
+def test_an_existing_file_system_is_named_by_all_four_of_its_values():
+    assert job(storage=FSX).storage.mount_name == "abcdefgh"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("file_system_id", "vol-0123456789abcdef0"),
+        ("dns_name", "fs-0123456789abcdef0.efs.us-west-2.amazonaws.com"),
+        ("dns_name", "fs-aaaaaaaaaaaaaaaaa.fsx.us-west-2.amazonaws.com"),
+        ("mount_name", "abc/def"),
+        ("mount_name", "ninechars"),
+        ("capacity_gib", 0),
+    ],
+)
+def test_a_file_system_that_cannot_be_one_is_refused(field, value):
+    with pytest.raises(ValidationError, match=field):
+        job(storage=FSX | {field: value})
+
+
+# Names
+
+
+@pytest.mark.parametrize(("nodes", "longest"), [(2, 44), (16, 44), (2000, 42)])
+def test_a_name_leaves_room_for_what_the_controllers_add(nodes, longest):
+    assert job(name="a" * longest, node_count=nodes)
+    with pytest.raises(ValidationError, match=rf"has 64 characters, a DNS label 63; shorten it to {longest}"):
+        job(name="a" * (longest + 1), node_count=nodes)
+
+
+# Rendezvous and timeouts
+
+
+def test_spares_with_the_embedded_store_are_refused():
+    assert job(rendezvous={"mode": "embedded"}).spare_count == 0
+    with pytest.raises(ValidationError, match="spare_count 1 with rendezvous.mode embedded.*set it to 0"):
+        job(rendezvous={"mode": "embedded"}, spare_count=1)
+
+
+@pytest.mark.parametrize("last_call", [60, 61])
+def test_the_last_call_comes_before_the_join_times_out(last_call):
+    with pytest.raises(ValidationError, match=f"last_call_timeout_seconds {last_call} must be below join_timeout"):
+        job(rendezvous={"join_timeout_seconds": 60, "last_call_timeout_seconds": last_call})
+
+
+def test_kueue_must_wait_longer_than_the_rendezvous():
+    kueue = {"local_queue": "research", "recovery_timeout_seconds": 1801}
+    assert job(kueue=kueue).kueue.recovery_timeout_seconds == 1801
+    with pytest.raises(ValidationError, match="recovery_timeout_seconds 1800 must be above rendezvous.join_timeout"):
+        job(kueue=kueue | {"recovery_timeout_seconds": 1800})
+
+
+def test_the_grace_period_is_above_the_launchers_term_timeout():
+    restarts = RestartsConfig()
+    assert job().grace_period_seconds(restarts) == 180
+    assert job(termination_grace_period_seconds=151).grace_period_seconds(restarts) == 151
+    with pytest.raises(
+        ValueError, match="termination_grace_period_seconds 150 must be above .*term_timeout_seconds 150"
+    ):
+        job(termination_grace_period_seconds=150).grace_period_seconds(restarts)
+
+
+# Environment
+
+
+@pytest.mark.parametrize("name", [*HARMFUL_ENVIRONMENT, *OWNED_ENVIRONMENT])
+def test_a_harmful_or_owned_variable_is_refused_with_its_reason(name):
+    reason = re.escape((HARMFUL_ENVIRONMENT | OWNED_ENVIRONMENT)[name])
+    given = name.replace("*", "JOB_ID")
+    with pytest.raises(ValidationError, match=f"{given} is refused: {reason}; remove it"):
+        job(environment={given: "1"})
+
+
+@pytest.mark.parametrize("name", ["PATH", "LD_PRELOAD", "nccl_debug", "NCCL DEBUG", "MY_VARIABLE", ""])
+def test_a_variable_off_the_allow_list_is_refused(name):
+    with pytest.raises(ValidationError, match="is not on the allow-list; a variable begins with one of NCCL_"):
+        job(environment={name: "1"})
+
+
+@pytest.mark.parametrize("name", ["TORCH_HUB_TOKEN", "NCCL_SECRET", "AWS_SECRET_ACCESS_KEY"])
+def test_a_secret_does_not_belong_into_a_manifest(name):
+    with pytest.raises(ValidationError, match=f"{name} looks like a secret"):
+        job(environment={name: "x"})
+
+
+@pytest.mark.parametrize("value", ["a\nb", "\x80", "\0"])
+def test_control_characters_in_a_value_are_refused(value):
+    with pytest.raises(ValidationError, match="NCCL_DEBUG: .* has control characters"):
+        job(environment={"NCCL_DEBUG": value})
+
+
+def test_tuning_of_the_libraries_is_allowed():
+    environment = {"NCCL_DEBUG": "INFO", "FI_LOG_LEVEL": "warn", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert job(environment=environment).environment == environment
+
+
+# The rest
+
+
+@pytest.mark.parametrize("pattern", ["-rf", "", "$(HOME)"])
+def test_a_pattern_that_is_no_pattern_is_refused(pattern):
+    with pytest.raises(ValidationError, match="would be read as an option or a variable"):
+        job(prepare_data={"input_directory": "/fsx/data/raw", "exclude": [pattern]})
+
+
+def test_a_quota_of_devices_needs_devices():
+    with pytest.raises(ValidationError, match="resource_quota caps GPUs and EFA devices"):
+        job(resource_quota=True)

@@ -14,7 +14,8 @@ import yaml
 
 from config.deployment import load
 from drills.__main__ import main as drills_main
-from drills.run import check, parse_fault
+from drills.run import check
+from k8s.drill import parse_fault
 from tests.drills.harness import REPOSITORY, drill_command, run_drill_cli
 
 

@@ -19,21 +19,30 @@ class Manifests:
         self.deployment = deployment
         self.documents = documents
 
+    def all(self, kind):
+        """Every object of a kind."""
+        return [document for document in self.documents if document["kind"] == kind]
+
     def only(self, kind):
         """The one object of a kind."""
-        (document,) = [document for document in self.documents if document["kind"] == kind]
+        (document,) = self.all(kind)
         return document
 
+    def jobs(self):
+        """Specs of the Jobs by name: a JobSet's replicated jobs, or Jobs without the training job's own name."""
+        jobs = {job["name"]: job["template"]["spec"] for jobset in self.all("JobSet") for job in replicated(jobset)}
+        prefix = f"{self.deployment.job.name}-"
+        return jobs | {job["metadata"]["name"].removeprefix(prefix): job["spec"] for job in self.all("Job")}
+
     def job(self, name):
-        """Spec of the replicated job `name`."""
-        jobs = {job["name"]: job["template"]["spec"] for job in self.only("JobSet")["spec"]["replicatedJobs"]}
-        return jobs[name]
+        """Spec of the Job `name`."""
+        return self.jobs()[name]
 
     def pod(self, name):
         return self.job(name)["template"]["spec"]
 
     def container(self, name):
-        """The one main container of the replicated job `name`."""
+        """The one main container of the Job `name`."""
         (container,) = self.pod(name)["containers"]
         return container
 
@@ -41,26 +50,33 @@ class Manifests:
         return {variable["name"]: variable.get("value") for variable in self.container(name)["env"]}
 
 
+def replicated(jobset):
+    return jobset["spec"]["replicatedJobs"]
+
+
 @pytest.fixture(scope="session")
 def render(tmp_path_factory):
-    """render(deployment): its manifests as the command line writes them."""
+    """render(deployment, chart): its manifests as the command line writes them."""
 
-    def render(deployment):
-        files = main.write(deployment, tmp_path_factory.mktemp("manifests") / "out")
-        return Manifests(deployment, [document for file in files for document in yaml.safe_load_all(file.read_text())])
+    def render(deployment, chart=main.JOB):
+        files = main.write(deployment, tmp_path_factory.mktemp("manifests") / "out", chart=chart)
+        documents = [
+            document for file in files for document in yaml.load_all(file.read_text(), Loader=yaml.CSafeLoader)
+        ]
+        return Manifests(deployment, documents)
 
     return render
 
 
 @pytest.fixture(scope="session")
 def shipped(render):
-    """shipped(name): manifests of deployments/<name>.yaml, rendered once."""
+    """shipped(name, chart): manifests of deployments/<name>.yaml, rendered once."""
     rendered = {}
 
-    def shipped(name):
-        if name not in rendered:
-            rendered[name] = render(load(ROOT / "deployments" / f"{name}.yaml"))
-        return rendered[name]
+    def shipped(name, chart=main.JOB):
+        if (name, chart) not in rendered:
+            rendered[name, chart] = render(load(ROOT / "deployments" / f"{name}.yaml"), chart)
+        return rendered[name, chart]
 
     return shipped
 

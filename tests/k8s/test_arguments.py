@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.k8s.shapes import EMBEDDED
 from training.supervisor import parse_arguments
 
 pytest.importorskip("nvidia_resiliency_ext")
@@ -42,6 +43,13 @@ def test_nvrx_reads_the_section_timeouts_that_the_deployment_says(manifests):
         "checkpointing": in_job.checkpointing_section_timeout_seconds,
     }
     assert config.rank_out_of_section_timeout == in_job.out_of_section_timeout_seconds
+
+
+def test_ft_launcher_accepts_the_embedded_stores_arguments(render, changed):
+    _, (_, _, _, waits, *rest) = supervised(render(changed("p5-2node", job=EMBEDDED)).container("worker"))
+    arguments = launcher.parse_args([f"--rdzv-conf=is_host=1,{waits}", *rest])
+    assert arguments.training_script == "training.train"
+    assert arguments.rdzv_conf.startswith("is_host=1,join_timeout=1800,")
 
 
 def test_nvrx_control_accepts_its_arguments(manifests):

@@ -102,7 +102,7 @@ def test_a_failure_halfway_leaves_the_old_manifests_and_no_scratch(tmp_path, mon
     out = tmp_path / "out"
     assert run("--deployment", LOCAL, "--out", out) == 0
 
-    def fail(app, deployment):
+    def fail(app, deployment, chart):
         raise RuntimeError("halfway")
 
     monkeypatch.setattr(k8s_main, "build", fail)

@@ -1,6 +1,8 @@
-"""Every object of every shipped deployment against Kubernetes' strict schemas, and what only an API server refuses."""
+"""Every object of every deployment, shape and chart against the rules and four Kubernetes versions' strict schemas."""
 
 import copy
+import functools
+import json
 from pathlib import Path
 
 import jsonschema
@@ -8,63 +10,90 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from k8s import storage
-from tests.k8s.server_rules import violations
+from config.deployment import load
+from k8s import rules, storage
+from k8s.data_job import PREPARE_DATA
+from tests.k8s.conftest import DEPLOYMENTS
+from tests.k8s.shapes import CHARTS, SHAPES, drill_runs, with_preparation
 
-KUBERNETES_VERSION = "1.36"
-JOBSET_SCHEMA = yaml.safe_load((Path(__file__).parent / "jobset_schema.yaml").read_text())
+KUBERNETES_VERSIONS = ("1.33", "1.34", "1.35", "1.36")
+# Ours, by kind; see the top of each. Everything else must be known to Kubernetes.
+OWN_SCHEMAS = {
+    kind: yaml.safe_load((Path(__file__).parent / "schemas" / f"{kind.lower()}.yaml").read_text())
+    for kind in ("JobSet", "LocalQueue", "PodMonitor", "PrometheusRule")
+}
 
 
-def check(document):
+def check(document, version="1.36"):
     """Raises on an unknown field, a wrong type, or a kind that has no schema."""
-    if document["kind"] != "JobSet":
-        kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
+    schema = OWN_SCHEMAS.get(document["kind"])
+    if schema is None:
+        kubernetes_validate.validate(document, version, strict=True)
         return
-    jsonschema.validate(document, JOBSET_SCHEMA)
-    for job in document["spec"]["replicatedJobs"]:
-        check({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]})
+    jsonschema.validate(document, schema)
+    if document["kind"] == "JobSet":
+        for job in document["spec"]["replicatedJobs"]:
+            check(
+                {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}, version
+            )
 
 
-def test_every_object_is_valid(manifests):
+@functools.cache
+def check_once(text, version):
+    """The same object, such as the claim, is in many charts."""
+    check(json.loads(text), version)
+
+
+def check_all(manifests):
     assert manifests.documents
     for document in manifests.documents:
-        check(document)
+        assert list(rules.broken(document)) == []
+        for version in KUBERNETES_VERSIONS:
+            check_once(json.dumps(document, sort_keys=True), version)
 
 
-def test_no_object_breaks_a_rule_of_the_api_server(manifests):
-    assert {document["kind"]: violations(document) for document in manifests.documents} == {
-        document["kind"]: [] for document in manifests.documents
-    }
+@pytest.mark.parametrize("chart", CHARTS)
+@pytest.mark.parametrize("name", [path.stem for path in DEPLOYMENTS])
+def test_every_chart_of_every_shipped_deployment_is_valid(render, name, chart):
+    deployment = load(next(path for path in DEPLOYMENTS if path.stem == name))
+    check_all(render(with_preparation(deployment) if chart == PREPARE_DATA else deployment, chart))
+
+
+@pytest.mark.parametrize("chart", CHARTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_chart_of_every_shape_is_valid(render, changed, shape, chart):
+    job, cluster = SHAPES[shape]
+    deployment = changed("p5-2node", cluster=cluster, job=job, train={"global_batch_size": 256 * 9 * 5})
+    check_all(render(with_preparation(deployment) if chart == PREPARE_DATA else deployment, chart))
+
+
+@pytest.mark.parametrize("name", ["local", "p5-2node"])
+def test_both_runs_of_a_drill_are_valid(render, name):
+    deployment = load(next(path for path in DEPLOYMENTS if path.stem == name))
+    for run in drill_runs(deployment):
+        check_all(render(run))
 
 
 def test_every_object_is_named_once_and_has_its_namespace(manifests):
     names = [(document["kind"], document["metadata"]["name"]) for document in manifests.documents]
     assert len(set(names)) == len(names)
+    cluster_wide = {"Namespace", "PriorityClass", "PersistentVolume", "StorageClass"}
     namespaces = {
-        document["metadata"].get("namespace", document["metadata"]["name"]) for document in manifests.documents
+        document["metadata"].get("namespace")
+        for document in manifests.documents
+        if document["kind"] not in cluster_wide
     }
     assert namespaces == {manifests.deployment.job.namespace}
 
 
-@pytest.mark.parametrize("cluster", [True, False])
-def test_the_other_shapes_are_valid_too(render, changed, cluster):
-    largest = {"name": "a" * 40, "node_count": 16, "spare_count": 4, "run_as_user": 0}
-    for document in render(changed("p5-2node", cluster=cluster, job=largest)).documents:
-        check(document)
-        assert violations(document) == []
-
-
-def fsx_objects():
+def test_the_fsx_volume_and_its_claim_are_valid():
     volume = storage.fsx_volume(
         namespace="training", file_system_id="fs-1", dns_name="fs-1.example", mount_name="abc", capacity_gib=4800
     )
-    return [volume, storage.fsx_claim(namespace="training", capacity_gib=4800)]
-
-
-def test_the_fsx_volume_and_its_claim_are_valid():
-    for document in fsx_objects():
-        check(document)
-        assert violations(document) == []
+    for document in (volume, storage.fsx_claim(namespace="training", capacity_gib=4800)):
+        assert list(rules.broken(document)) == []
+        for version in KUBERNETES_VERSIONS:
+            check(document, version)
 
 
 def test_a_kind_without_a_schema_is_a_failure():
@@ -72,92 +101,39 @@ def test_a_kind_without_a_schema_is_a_failure():
         check({"apiVersion": "example.org/v1", "kind": "Nothing", "metadata": {"name": "x"}})
 
 
-def at(document, path):
-    for key in path:
-        document = document[key]
-    return document
-
-
 JOB = ("spec", "replicatedJobs", 1, "template", "spec")
-POD = (*JOB, "template", "spec")
-CONTAINER = (*POD, "containers", 0)
-LIMITS = (*CONTAINER, "resources", "limits")
-REQUESTS = (*CONTAINER, "resources", "requests")
+CONTAINER = (*JOB, "template", "spec", "containers", 0)
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    ("kind", "path", "value"),
     [
-        (("spec", "unknown"), 1),
-        (("spec", "failurePolicy", "maxRestarts"), "5"),
-        (("spec", "failurePolicy", "restartStrategy"), "Blocking"),
-        (("spec", "failurePolicy", "rules", 0, "onJobFailureReasons"), ["PodFailed"]),
-        (("spec", "replicatedJobs", 1, "dependsOn", 0, "status"), "Running"),
-        ((*JOB, "completions"), "3"),
-        ((*JOB, "max_failed_indexes"), 1),
-        ((*CONTAINER, "envs"), []),
-        ((*CONTAINER, "env", 0, "value"), 4),
+        ("JobSet", ("spec", "unknown"), 1),
+        ("JobSet", ("spec", "failurePolicy", "maxRestarts"), "5"),
+        ("JobSet", ("spec", "failurePolicy", "restartStrategy"), "Blocking"),
+        ("JobSet", ("spec", "failurePolicy", "rules", 0, "onJobFailureReasons"), ["PodFailed"]),
+        ("JobSet", ("spec", "replicatedJobs", 1, "dependsOn", 0, "status"), "Running"),
+        ("JobSet", ("apiVersion",), "jobset.x-k8s.io/v1"),
+        ("JobSet", (*JOB, "completions"), "3"),
+        ("JobSet", (*JOB, "max_failed_indexes"), 1),
+        ("JobSet", (*CONTAINER, "envs"), []),
+        ("JobSet", (*CONTAINER, "env", 0, "value"), 4),
+        ("LocalQueue", ("spec", "clusterQueue"), "Gpus"),
+        ("LocalQueue", ("spec", "namespaceSelector"), {}),
+        ("PodMonitor", ("spec", "podMetricsEndpoints", 0, "targetport"), 9464),
+        ("PodMonitor", ("spec", "selector"), {"app": "x"}),
+        ("PrometheusRule", ("spec", "groups", 0, "rules", 0, "for"), "five minutes"),
+        ("PrometheusRule", ("spec", "groups", 0, "rules", 0, "expression"), "up"),
+        ("NetworkPolicy", ("spec", "podselector"), {}),
     ],
 )
-def test_the_schemas_catch(shipped, path, value):
-    document = copy.deepcopy(shipped("p5-2node").only("JobSet"))
-    at(document, path[:-1])[path[-1]] = value
+def test_the_schemas_catch(render, changed, kind, path, value):
+    manifests = render(changed("p5-2node", job=SHAPES["everything"][0]))
+    document = copy.deepcopy(manifests.only(kind))
+    check(document)
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
     with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
         check(document)
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ((*POD, "restartPolicy"), "Always"),
-        ((*POD, "restartPolicy"), "OnFailure"),
-        ((*POD, "restartPolicy"), "never"),
-        ((*JOB, "completionMode"), "NonIndexed"),
-        ((*JOB, "backoffLimitPerIndex"), None),
-        ((*JOB, "podReplacementPolicy"), "TerminatingOrFailed"),
-        ((*JOB, "maxFailedIndexes"), 4),
-        ((*JOB, "successPolicy", "rules", 0, "succeededCount"), 4),
-        ((*JOB, "podFailurePolicy", "rules", 0, "onExitCodes", "values"), [0, 2]),
-        ((*JOB, "podFailurePolicy", "rules", 0, "onExitCodes", "values"), [93, 2]),
-        ((*JOB, "podFailurePolicy", "rules", 0, "onExitCodes", "containerName"), "worker"),
-        ((*LIMITS, "nvidia.com/gpu"), None),
-        ((*LIMITS, "nvidia.com/gpu"), 4),
-        ((*LIMITS, "memory"), "1800GiB"),
-        ((*REQUESTS, "cpu"), "180 cores"),
-        ((*POD, "volumes", 0, "name"), "other"),
-        ((*CONTAINER, "env", 0, "name"), "1 IP"),
-        ((*CONTAINER, "name"), "Trainer"),
-        (("metadata", "name"), "Llama"),
-        (("metadata", "name"), "a" * 60),
-        (("metadata", "labels"), {"app": "x" * 64}),
-        ((*POD, "volumes", 2, "emptyDir", "sizeLimit"), "448GiB"),
-        ((*POD, "initContainers", 0, "securityContext", "runAsNonRoot"), True),
-        (("spec", "replicatedJobs", 1, "dependsOn", 0, "name"), "worker"),
-        (("spec", "successPolicy", "targetReplicatedJobs"), ["trainer"]),
-        (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers", 0, "ports"), []),
-    ],
-)
-def test_the_rules_catch(shipped, path, value):
-    document = copy.deepcopy(shipped("p5-2node").only("JobSet"))
-    if value is None:
-        del at(document, path[:-1])[path[-1]]
-    else:
-        at(document, path[:-1])[path[-1]] = value
-    assert violations(document)
-
-
-def test_the_rules_catch_half_a_gpu_and_huge_pages_alone(shipped):
-    document = copy.deepcopy(shipped("p5-2node").only("JobSet"))
-    half = at(document, (*CONTAINER, "resources"))
-    half["limits"]["nvidia.com/gpu"] = half["requests"]["nvidia.com/gpu"] = "500m"
-    assert violations(document)
-    at(document, CONTAINER)["resources"] = {"limits": {"hugepages-2Mi": "4Mi"}, "requests": {"hugepages-2Mi": "4Mi"}}
-    assert violations(document)
-
-
-def test_the_rules_catch_a_volume_with_two_sources():
-    volume, claim = fsx_objects()
-    volume["spec"]["nfs"] = {"server": "x", "path": "/"}
-    del claim["spec"]["resources"]
-    assert violations(volume)
-    assert violations(claim)

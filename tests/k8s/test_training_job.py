@@ -211,15 +211,6 @@ def test_cpu_workers_ask_for_no_device_and_run_anywhere(shipped):
 
 # Environment
 
-# Old recipes' tuning, harmful or obsolete with the plugin of today (kubernetes.md, section 4, point 11).
-REFUSED = ("RDMAV_", "FI_EFA_FORK_SAFE", "FI_EFA_USE_DEVICE_RDMA", "FI_PROVIDER", "NCCL_PROTO", "NCCL_BUFFSIZE")
-
-
-def test_no_obsolete_tuning_is_set(manifests):
-    environment = manifests.environment("worker")
-    assert not [name for name in environment if name.startswith(REFUSED)]
-    assert not {"MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "LOGLEVEL"} & environment.keys()
-
 
 def test_a_worker_has_the_environment_that_the_drills_run(manifests):
     expected = launcher.worker_environment(manifests.deployment)

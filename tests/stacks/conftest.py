@@ -7,10 +7,14 @@ from pathlib import Path
 import aws_cdk as cdk
 import pytest
 import yaml
+from aws_cdk import aws_eks_v2 as eks
+from aws_cdk import aws_iam as iam
 from aws_cdk.assertions import Template
 
 from app import build
 from config.deployment import DeploymentConfig
+from stacks.gpu_nodegroup import GpuNodegroup
+from stacks.network import NetworkStack
 
 ROOT = Path(__file__).parents[2]
 # The settings of the real synth, but without copying the kubectl provider's 60 MB of Lambda code each time.
@@ -18,9 +22,18 @@ CONTEXT = json.loads((ROOT / "cdk.json").read_text())["context"] | {"aws:cdk:dis
 
 
 @pytest.fixture(scope="session")
-def cdk_context() -> dict:
-    """Context of every synth here."""
-    return CONTEXT
+def new_app():
+    """new_app(outdir) -> an app like the real synth's; its built-in validator has a test of its own."""
+
+    def make(outdir: Path | None = None, *, validation: bool = False) -> cdk.App:
+        return cdk.App(
+            context=CONTEXT,
+            analytics_reporting=False,
+            builtin_cloud_formation_validation=validation,
+            outdir=None if outdir is None else str(outdir),
+        )
+
+    return make
 
 
 def merged(base: dict, changes: dict) -> dict:
@@ -44,19 +57,46 @@ def deployment_with():
 
 
 @pytest.fixture(scope="session")
-def synthesize(deployment_with, tmp_path_factory):
+def synthesize(deployment_with, new_app, tmp_path_factory):
     """synthesize(**sections) -> {"network": Template, "storage": ..., "image": ..., "cluster": ...}."""
     done: dict[str, dict[str, Template]] = {}
 
     def run(**sections: dict) -> dict[str, Template]:
         key = json.dumps(sections, sort_keys=True)
         if key not in done:
-            app = cdk.App(context=CONTEXT, analytics_reporting=False, outdir=str(tmp_path_factory.mktemp("cdk")))
-            stacks = build(app, deployment_with(**sections))
+            stacks = build(new_app(tmp_path_factory.mktemp("cdk")), deployment_with(**sections))
             done[key] = {name: Template.from_stack(stack) for name, stack in vars(stacks).items()}
         return done[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def gpu_template(new_app):
+    """gpu_template(deployment) -> Template with the deployment's GPU node group alone: synthesized in a moment."""
+
+    def make(deployment: DeploymentConfig) -> Template:
+        assert deployment.cluster is not None
+        app = new_app()
+        env = cdk.Environment(region=deployment.cluster.region)
+        network = NetworkStack(app, "Network", config=deployment.cluster, env=env)
+        stack = cdk.Stack(app, "Gpu", env=env)
+        cluster = eks.Cluster.from_cluster_attributes(
+            stack, "Cluster", cluster_name="cluster", cluster_security_group_id="sg-0123456789abcdef0"
+        )
+        role = iam.Role(stack, "NodeRole", assumed_by=iam.ServicePrincipal("ec2.amazonaws.com"))
+        GpuNodegroup(
+            stack,
+            "GpuNodegroup",
+            config=deployment.cluster,
+            job=deployment.job,
+            cluster=cluster,
+            network=network,
+            node_role=role,
+        )
+        return Template.from_stack(stack)
+
+    return make
 
 
 @pytest.fixture(scope="session")

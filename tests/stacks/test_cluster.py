@@ -269,7 +269,13 @@ def test_volume_and_claim_are_bound_to_each_other_under_the_agreed_names(cluster
     assert volume["spec"]["capacity"] == claim["spec"]["resources"]["requests"] == {"storage": "4800Gi"}
     for spec in (volume["spec"], claim["spec"]):
         assert spec["accessModes"] == ["ReadWriteMany"]
-        assert spec["storageClassName"] == "", "a class would make the driver provision another file system"
+        assert spec["storageClassName"] == "fsx-static", "any other class would provision another file system"
+
+
+def test_the_storage_class_makes_nothing_by_itself(cluster):
+    made = manifests(cluster)["StorageClass"]
+    assert made["metadata"]["name"] == names.FSX_STORAGE_CLASS
+    assert (made["provisioner"], made["reclaimPolicy"]) == ("kubernetes.io/no-provisioner", "Retain")
 
 
 def test_volume_names_the_file_system_by_id_dns_name_and_mount_name(cluster):
@@ -280,6 +286,12 @@ def test_volume_names_the_file_system_by_id_dns_name_and_mount_name(cluster):
     assert "RefFileSystem" in spec["csi"]["volumeHandle"]
     assert "DNSName" in spec["csi"]["volumeAttributes"]["dnsname"]
     assert "LustreMountName" in spec["csi"]["volumeAttributes"]["mountname"]
+
+
+def test_no_log_of_the_librarys_own_functions_outlives_the_stack(cluster):
+    groups = cluster.find_resources("AWS::Logs::LogGroup")
+    assert groups
+    assert {group["DeletionPolicy"] for group in groups.values()} == {"Delete"}
 
 
 @pytest.mark.parametrize(

@@ -19,29 +19,53 @@ def test_a_p5_node_gets_one_ena_primary_and_32_efa_only_interfaces(cluster, laun
     assert layout(launch_template(cluster)) == expected
 
 
-@pytest.mark.parametrize(
-    ("instance_type", "count"),
-    [
-        ("p5.4xlarge", 2),
-        ("p5.48xlarge", 33),
-        ("p5e.48xlarge", 33),
-        ("p5en.48xlarge", 17),
-        ("p6-b200.48xlarge", 9),
-        ("p6-b300.48xlarge", 17),
-    ],
-)
-def test_every_instance_type_synthesizes_with_interfaces_that_ec2_accepts(
-    synthesize, launch_template, instance_type, count
+COUNTS = {
+    "p4d.24xlarge": 5,
+    "p4de.24xlarge": 5,
+    "p5.4xlarge": 2,
+    "p5.48xlarge": 33,
+    "p5e.48xlarge": 33,
+    "p5en.48xlarge": 17,
+    "p6-b200.48xlarge": 9,
+    "p6-b300.48xlarge": 17,
+}
+KINDS = {
+    "on_demand": {"kind": "on_demand"},
+    "spot": {"kind": "spot"},
+    "odcr": RESERVATION,
+    "capacity_block": BLOCK | {"started": True},
+}
+
+
+def test_every_instance_type_of_the_table_is_counted_here():
+    assert COUNTS.keys() == INSTANCE_TYPES.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("instance_type", COUNTS)
+def test_every_instance_type_synthesizes_with_every_kind_of_capacity(
+    gpu_template, deployment_with, launch_template, nodegroup, instance_type, kind
 ):
-    train = {"global_batch_size": 256}
-    data = launch_template(synthesize(job={"instance_type": instance_type}, train=train)["cluster"])
-    nics, instance = layout(data), INSTANCE_TYPES[instance_type]
-    assert len(nics) == count
-    assert len({nic[:2] for nic in nics}) == count, "a card and device pair is used twice"
+    template = gpu_template(
+        deployment_with(
+            cluster={"capacity": KINDS[kind]}, job={"instance_type": instance_type}, train={"global_batch_size": 256}
+        )
+    )
+    data, group, instance = launch_template(template), nodegroup(template), INSTANCE_TYPES[instance_type]
+    nics, count = layout(data), COUNTS[instance_type]
+    assert len(nics) == len({nic[:2] for nic in nics}) == count, "a card and device pair is used twice"
     assert nics[0] == (0, 0, "interface"), "the primary can't be efa-only"
     efa_cards = [card for card, _, kind in nics if kind == "efa-only"]
     assert len(set(efa_cards)) == len(efa_cards) == instance.efa_count, "one EFA device per card"
     assert all(device < instance.max_interfaces_per_card for _, device, _ in nics)
+    assert data["InstanceType"] == instance_type
+    assert group["CapacityType"] == {"spot": "SPOT", "capacity_block": "CAPACITY_BLOCK"}.get(kind, "ON_DEMAND")
+    assert group["UpdateConfig"]["UpdateStrategy"] == ("MINIMAL" if kind in ("odcr", "capacity_block") else "DEFAULT")
+    assert ("Placement" in data) == (kind == "on_demand")
+    market = {"capacity_block": "capacity-block"}.get(kind)
+    assert data.get("InstanceMarketOptions", {}).get("MarketType") == market
+    assert ("CapacityReservationSpecification" in data) == (kind in ("odcr", "capacity_block"))
+    assert group["ScalingConfig"]["DesiredSize"] == 3
 
 
 def test_p6_b300_has_no_efa_on_card_0(synthesize, launch_template):

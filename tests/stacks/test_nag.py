@@ -66,6 +66,11 @@ SWITCHES = {
         "storage": {"efa": True, "capacity_gib": 9600, "metadata_iops": 12_000, "retain_data": False},
         "capacity": {"kind": "capacity_block", "reservation_id": "cr-0123456789abcdef0"},
     },
+    "prometheus, with backups": {
+        "observability": {"metrics": "prometheus"},
+        "storage": {"data_repository": False, "backup_retention_days": 7},
+        "capacity": {"kind": "odcr", "reservation_id": "cr-0123456789abcdef0"},
+    },
     "everything off, open to one network": {
         "addons": {"dcgm_exporter": False},
         "observability": {"metrics": "none"},
@@ -84,14 +89,14 @@ SHIPPED = {
 
 
 @pytest.fixture(scope="module")
-def findings(deployment_with, tmp_path_factory, cdk_context):
+def findings(deployment_with, tmp_path_factory, new_app):
     """findings(name of a deployment or of a switch) -> {(construct, rule)}, each synthesized once."""
     done: dict[str, set[tuple[str, str]]] = {}
 
     def find(name):
         if name not in done:
             out = tmp_path_factory.mktemp("nag")
-            app = cdk.App(context=cdk_context, analytics_reporting=False, outdir=str(out))
+            app = new_app(out)
             build(app, SHIPPED.get(name) or deployment_with(cluster=SWITCHES[name]))
             cdk.Validations.of(app).add_plugins(cdk_nag.AwsSolutionsChecks(app))
             with pytest.raises(RuntimeError, match="ValidationFailed"):

@@ -1,9 +1,14 @@
 import json
+import re
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
+from config import names
 from config.cluster import ObservabilityConfig
+from stacks.node_repair import CONDITION, FATAL_XIDS
+from stacks.prometheus import alerts
 from training.config import describe_errors
 
 MAIL = "ops@example.com"
@@ -112,7 +117,7 @@ def test_alarms_and_budget_go_to_the_address_of_the_deployment(told):
     [
         ({"monthly_budget_usd": 100}, ["monthly_budget_usd 100", "without alarm_email", "set that too"]),
         ({"alarm_email": "ops"}, ["alarm_email: ", "is no e-mail address", "ops@example.com"]),
-        ({"metrics": "prometheus"}, ["metrics: ", "'cloudwatch' or 'none'", "prometheus"]),
+        ({"metrics": "grafana"}, ["metrics: ", "'cloudwatch', 'prometheus' or 'none'", "grafana"]),
         ({"alarm_email": MAIL, "monthly_budget_usd": 0}, ["monthly_budget_usd: ", "0"]),
     ],
 )
@@ -121,3 +126,126 @@ def test_a_wrong_setting_is_one_line(settings, words):
         ObservabilityConfig.model_validate(settings)
     (line,) = describe_errors(caught.value).splitlines()
     assert all(word in line for word in words), line
+
+
+@pytest.fixture(scope="session")
+def prometheus(synthesize):
+    return synthesize(cluster={"observability": {"metrics": "prometheus"}})["observability"]
+
+
+def test_prometheus_takes_the_place_of_container_insights_and_of_its_alarms(prometheus, synthesize):
+    assert set(alarms(prometheus)) == {"FreeDataStorageCapacity"}
+    cluster = synthesize(cluster={"observability": {"metrics": "prometheus"}})["cluster"]
+    addons = [r["Properties"]["AddonName"] for r in cluster.find_resources("AWS::EKS::Addon").values()]
+    assert "amazon-cloudwatch-observability" not in addons
+
+
+def test_the_scraper_reads_the_cluster_from_two_zones_with_the_nodes_own_group(prometheus, only):
+    scraper = only(prometheus, "AWS::APS::Scraper", "Prometheus")[1]["Properties"]
+    source = scraper["Source"]["EksConfiguration"]
+    assert len(source["SubnetIds"]) == 2
+    assert "ClusterSecurityGroupId" in json.dumps(source["SecurityGroupIds"])
+    scraped = yaml.safe_load(scraper["ScrapeConfiguration"]["ConfigurationBlob"]["Fn::Base64"])
+    assert [job["job_name"] for job in scraped["scrape_configs"]] == ["dcgm-exporter", "pods", "cadvisor", "training"]
+
+
+def test_the_scraper_reads_the_jobs_pods_on_the_port_that_the_manifests_name(prometheus, only, deployment_with):
+    scraper = only(prometheus, "AWS::APS::Scraper", "Prometheus")[1]["Properties"]
+    scraped = yaml.safe_load(scraper["ScrapeConfiguration"]["ConfigurationBlob"]["Fn::Base64"])
+    (training,) = [job for job in scraped["scrape_configs"] if job["job_name"] == "training"]
+    (discovery,) = training["kubernetes_sd_configs"]
+    assert discovery["namespaces"] == {"names": [deployment_with().job.namespace]}
+    keep = training["relabel_configs"][0]
+    assert keep["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
+    assert (keep["action"], keep["regex"]) == ("keep", names.METRICS_PORT_NAME)
+
+
+@pytest.fixture(scope="session")
+def rules(prometheus, only):
+    namespace = only(prometheus, "AWS::APS::RuleGroupsNamespace", "Prometheus")[1]["Properties"]
+    (group,) = yaml.safe_load(namespace["Data"])["groups"]
+    return {rule["alert"]: rule for rule in group["rules"]}
+
+
+@pytest.mark.parametrize(
+    ("alert", "expression", "lasts"),
+    [
+        ("NodeUnhealthy", 'kube_node_status_condition{condition=~".*Ready",status!="true"} == 1', "3m"),
+        ("GpusPerNode", 'kube_node_status_allocatable{resource="nvidia_com_gpu"} < 8', "10m"),
+        ("Nodes", "count(kube_node_info) < 5 or absent(kube_node_info)", "15m"),
+        ("GpuMetricsMissing", "absent(DCGM_FI_DEV_GPU_TEMP)", "15m"),
+    ],
+)
+def test_prometheus_watches_what_the_alarms_of_cloudwatch_watch(rules, alert, expression, lasts):
+    assert (rules[alert]["expr"], rules[alert]["for"]) == (expression, lasts)
+
+
+def test_every_condition_that_node_repair_acts_on_is_one_that_the_alert_matches(rules):
+    pattern = re.search(r'condition=~"([^"]+)"', rules["NodeUnhealthy"]["expr"]).group(1)
+    agents = ["KernelReady", "NetworkingReady", "StorageReady", "ContainerRuntimeReady"]
+    assert all(re.fullmatch(pattern, condition) for condition in ["Ready", CONDITION, *agents])
+    assert not re.fullmatch(pattern, "MemoryPressure"), "which is good when false"
+
+
+def test_an_xid_of_a_killed_program_is_no_alert_and_a_fatal_one_is(rules):
+    expression = rules["GpuXidError"]["expr"]
+    assert expression.startswith("DCGM_FI_DEV_XID_ERRORS > 0 unless (")
+    left_out = {int(xid) for xid in re.findall(r"== (\d+)", expression)}
+    assert 45 in left_out, "SIGKILL of a rank"
+    assert not left_out & set(FATAL_XIDS)
+
+
+def test_the_end_of_a_blocks_nodes_is_no_alert_either(deployment_with):
+    block = {"kind": "capacity_block", "reservation_id": "cr-0123456789abcdef0"}
+    deployment = deployment_with(cluster={"capacity": block})
+    (group,) = alerts(deployment.cluster, deployment.job)["groups"]
+    assert [rule["alert"] for rule in group["rules"]] == ["NodeUnhealthy", "GpusPerNode", "GpuXidError"]
+
+
+def test_what_the_alerts_read_is_installed_annotated_for_the_scraper_and_on_system_nodes(synthesize):
+    template = synthesize(cluster={"observability": {"metrics": "prometheus"}})["cluster"]
+    (chart,) = [
+        resource["Properties"]
+        for resource in template.find_resources("Custom::AWSCDK-EKS-HelmChart").values()
+        if resource["Properties"]["Chart"] == "kube-state-metrics"
+    ]
+    values = json.loads(chart["Values"])
+    assert chart["Version"] == "7.5.1"
+    assert values["podAnnotations"] == {"prometheus.io/scrape": "true", "prometheus.io/port": "8080"}
+    assert "nodes" in values["collectors"]
+    assert values["nodeSelector"] == {names.NODE_ROLE_LABEL: names.NODE_ROLE_SYSTEM}
+
+
+def test_without_prometheus_nothing_reads_kube_state_metrics_and_it_is_not_there(templates):
+    charts = templates["cluster"].find_resources("Custom::AWSCDK-EKS-HelmChart").values()
+    assert "kube-state-metrics" not in {chart["Properties"]["Chart"] for chart in charts}
+
+
+def test_alerts_reach_the_topic(prometheus, only):
+    workspace = only(prometheus, "AWS::APS::Workspace", "Prometheus")[1]["Properties"]
+    parts = workspace["AlertManagerDefinition"]["Fn::Join"][1]
+    topic = only(prometheus, "AWS::SNS::Topic", "Topic")[0]
+    text = "".join("TOPIC" if part == {"Ref": topic} else part if isinstance(part, str) else "X" for part in parts)
+    config = yaml.safe_load(yaml.safe_load(text)["alertmanager_config"])
+    assert config["receivers"][0]["sns_configs"][0]["topic_arn"] == "TOPIC"
+    policy = json.dumps(only(prometheus, "AWS::SNS::TopicPolicy", "Topic")[1])
+    assert "aps.amazonaws.com" in policy
+    key = json.dumps(only(prometheus, "AWS::KMS::Key", "TopicKey")[1])
+    assert "aps.amazonaws.com" in key
+
+
+def test_the_workspace_has_no_key_of_ours_which_a_managed_scraper_cannot_write_with(prometheus, only):
+    assert "KmsKeyArn" not in only(prometheus, "AWS::APS::Workspace", "Prometheus")[1]["Properties"]
+
+
+def test_prometheus_without_dcgm_exporter_has_nothing_to_read(deployment_with):
+    with pytest.raises(ValidationError, match="reads the GPUs from dcgm-exporter; set addons.dcgm_exporter to true"):
+        deployment_with(cluster={"observability": {"metrics": "prometheus"}, "addons": {"dcgm_exporter": False}})
+
+
+def test_a_budget_where_cloudformation_makes_none_is_one_line(deployment_with):
+    place = {"region": "eu-north-1", "availability_zone": "eu-north-1a", "second_availability_zone": "eu-north-1b"}
+    with pytest.raises(ValidationError) as caught:
+        deployment_with(cluster=place | {"observability": {"alarm_email": MAIL, "monthly_budget_usd": 100}})
+    (line,) = describe_errors(caught.value).splitlines()
+    assert "observability.monthly_budget_usd 100: CloudFormation makes no budget in eu-north-1; leave it out" in line

@@ -155,15 +155,3 @@ def test_image_tags_cannot_move_and_images_are_scanned(templates):
         "AWS::ECR::Repository",
         {"ImageTagMutability": "IMMUTABLE", "ImageScanningConfiguration": {"ScanOnPush": True}},
     )
-
-
-def test_logical_ids_of_stateful_resources_never_change(templates):
-    # A new id is a new resource: an empty file system, a new cluster. Change this list only with a migration.
-    pinned = {
-        "network": ["Vpc8378EB38", "GpuSubnet8C21C310", "EfaSecurityGroup7CA28382", "FsxSecurityGroup94E8AC1C"],
-        "storage": ["FileSystem", "Key961B73FD", "Bucket83908E77"],
-        "image": ["Repository22E53BBD"],
-        "cluster": ["ClusterEB0386A7", "SecretsKey317DCF94", "NodeRoleB5643E21", "GpuNodegroup8C147F01"],
-    }
-    for stack, ids in pinned.items():
-        assert set(ids) <= set(templates[stack].to_json()["Resources"]), stack

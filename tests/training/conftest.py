@@ -39,28 +39,33 @@ def module_run_ranks(tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
 
 def _runner(tmp_path: Path) -> RunRanks:
     def run(function, *arguments, world_size: int = 2) -> list:
-        # fork: the ranks inherit torch instead of importing it, which takes seconds each.
-        context = multiprocessing.get_context("fork")
-        queue = context.Queue()
-        store = str(tmp_path / f"store-{len(list(tmp_path.glob('store-*')))}")
-        processes = [
-            context.Process(target=_rank, args=(function, rank, world_size, store, queue, arguments))
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            outcomes = [queue.get(timeout=120) for _ in processes]
-            for process in processes:
-                process.join(timeout=30)
-        finally:
-            for process in processes:
-                process.kill()
-        failures = [text for _, text, _ in outcomes if text]
-        assert not failures, "\n".join(failures)
-        return [result for _, _, result in sorted(outcomes, key=lambda outcome: outcome[0])]
+        return run_on_ranks(function, *arguments, world_size=world_size, directory=tmp_path)
 
     return run
+
+
+def run_on_ranks(function, *arguments, directory: Path, world_size: int = 2) -> list:
+    """What the fixture `run_ranks` does; the ranks meet over a file in `directory`."""
+    # fork: the ranks inherit torch instead of importing it, which takes seconds each.
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    store = str(directory / f"store-{len(list(directory.glob('store-*')))}")
+    processes = [
+        context.Process(target=_rank, args=(function, rank, world_size, store, queue, arguments))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        outcomes = [queue.get(timeout=120) for _ in processes]
+        for process in processes:
+            process.join(timeout=30)
+    finally:
+        for process in processes:
+            process.kill()
+    failures = [text for _, text, _ in outcomes if text]
+    assert not failures, "\n".join(failures)
+    return [result for _, _, result in sorted(outcomes, key=lambda outcome: outcome[0])]
 
 
 def _rank(function, rank: int, world_size: int, store: str, queue, arguments) -> None:

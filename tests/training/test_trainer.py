@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from training.checkpoint.durable import committed_steps
-from training.checkpoint.writer import BackgroundWriter
+from training.checkpoint.saver import Saver
 from training.config import (
     DONE_MARKER,
     EXIT_BAD_CONFIG,
@@ -100,7 +100,7 @@ def attempt(rank: int, config: TrainConfig, told_to_stop_by: int | None = None) 
         store=dist.PrefixStore("trainer", store),
         events=EventLog(run_directory, rank=rank, cycle=0),
         monitor=RankMonitor(enabled=False),
-        writer=BackgroundWriter(rank=rank),
+        saver=Saver(rank=rank, device=torch.device("cpu")),
         stop=stop,
     )
     code = 0
@@ -108,7 +108,7 @@ def attempt(rank: int, config: TrainConfig, told_to_stop_by: int | None = None) 
         run_attempt(config, process, None)
     except SystemExit as error:
         code = int(error.code)
-    process.writer.close()
+    process.saver.close()
     if dist.is_initialized():  # a run that gave up leaves it to the end of the process
         dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=world_size)

@@ -1,64 +1,55 @@
-"""Durable checkpoints on shared storage: written in the background, visible only once committed.
+"""Durable checkpoints on shared storage, as files: committed by one rename, verified by checksum.
 
     <directory>/step-00000040/            a committed checkpoint: DCP files, .metadata and manifest.json
+    <directory>/damaged-step-...          a committed checkpoint that failed its verification; kept for a person to see
     <directory>/.writing-step-...         a save in flight or cut off; never read, removed at the next restore
     <directory>/latest_step.txt           the tracker: the last committed step, for NVRx's progress check
+    <directory>/run_id.txt                written at a fresh start; local copies that name another run are void
 
-The commit is one rename of the whole directory, made by rank 0 after every rank's files and the metadata are on
-storage. A save cut off at any instant before it leaves the previous checkpoint untouched.
+Nothing here is collective: one rank does it and tells the others.
 """
 
 import json
 import os
 import re
 import shutil
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import _is_wrapped_exception
+from torch.distributed.checkpoint.metadata import Metadata
 
-from training.checkpoint.writer import BackgroundWriter, CheckpointWriterError, PendingSave
-from training.config import CheckpointConfig
+from training.checkpoint.writer import FileSum, StagedWriter, Written, sum_file
 
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
 TRACKER = "latest_step.txt"
+RUN_ID = "run_id.txt"
 _STEP = re.compile(r"step-(\d{8,})")
 _WRITING = ".writing-"
 _DELETING = ".deleting-"
+_VERIFY_THREADS = 4
 
 
-class CheckpointError(RuntimeError):
-    """A save could not be written or no usable checkpoint was found; raised by every rank alike."""
-
-
-@dataclass(frozen=True)
-class Committed:
-    """A save that has become a checkpoint."""
-
-    step: int
-    started_t: float
-    size_bytes: int
-
-
-@dataclass
-class _InFlight:
-    step: int
-    started_t: float
-    path: Path
-    manifest: dict[str, Any]
-    pending: PendingSave
+class DamagedCheckpointError(ValueError):
+    """A committed checkpoint is not as it was written; the text names the files."""
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
     """Where a step's committed checkpoint lies."""
     return directory / f"step-{step:08d}"
+
+
+def writing_path(directory: Path, step: int, attempt: str) -> Path:
+    """Where a step is written before its commit.
+
+    The attempt is in the name: files of an earlier attempt at this step, or of a writer that outlived its trainer on
+    another node, can never end up in this one.
+    """
+    return directory / f"{_WRITING}step-{step:08d}-{attempt}"
 
 
 def committed_steps(directory: Path) -> list[int]:
@@ -69,180 +60,151 @@ def committed_steps(directory: Path) -> list[int]:
     return sorted(
         int(match[1])
         for path in directory.glob("step-*")
-        if (match := _STEP.fullmatch(path.name)) and (path / MANIFEST).is_file() and (path / ".metadata").is_file()
+        if (match := _STEP.fullmatch(path.name)) and (path / MANIFEST).is_file() and (path / METADATA).is_file()
     )
 
 
-class DurableCheckpointer:
-    """Saves and restores one training attempt's state. Every method is collective.
+def commit(
+    directory: Path,
+    written_to: Path,
+    *,
+    step: int,
+    manifest: dict[str, Any],
+    metadata: Metadata,
+    written: list[Written],
+    attempt: str,
+) -> int:
+    """Make the files in `written_to`, of every rank, the checkpoint of `step`; returns its size in bytes.
 
-    `ping` is called again and again while a save is waited for: slow storage is no hang. How long it may take is for
-    the rank monitor's checkpointing section to say.
+    The commit is the rename: before it the previous checkpoint is untouched, after it this one is whole.
+
+    Raises:
+        OSError: storage refused; nothing is committed.
     """
+    StagedWriter(written_to).finish(metadata, [rank.results for rank in written])
+    sums = {name: one for rank in written for name, one in rank.sums.items()}
+    sums[METADATA] = sum_file(written_to / METADATA)
+    files = {name: asdict(one) for name, one in sorted(sums.items())}
+    write_durably(written_to / MANIFEST, json.dumps({"step": step, **manifest, "files": files}, indent=1))
+    target = checkpoint_path(directory, step)
+    if target.exists():  # re-saved after a rollback past it: the old one must not be mixed with the new
+        shutil.rmtree(_hide(target, attempt), ignore_errors=True)
+    written_to.rename(target)
+    _sync_directory(directory)
+    write_durably(directory / TRACKER, f"{step}\n")
+    return sum(one.size for one in sums.values())
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        *,
-        writer: BackgroundWriter,
-        attempt: str,
-        ping: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._directory = Path(config.directory)
-        self._keep_latest = config.keep_latest
-        self._writer = writer
-        self._attempt = attempt
-        self._ping = ping
-        self._in_flight: _InFlight | None = None
-        self._rank = dist.get_rank()
 
-    @property
-    def saving(self) -> bool:
-        """Whether a save is in flight; the same on every rank."""
-        return self._in_flight is not None
+def prune(directory: Path, *, keep_latest: int, keep_every_steps: int | None, attempt: str = "pruned") -> list[int]:
+    """Delete all but the newest `keep_latest` checkpoints and those at multiples of `keep_every_steps`; the steps."""
+    old = committed_steps(directory)[:-keep_latest]
+    doomed = [step for step in old if keep_every_steps is None or step % keep_every_steps]
+    for step in doomed:
+        shutil.rmtree(_hide(checkpoint_path(directory, step), attempt), ignore_errors=True)
+    return doomed
 
-    def save(self, state: dict[str, Any], *, step: int, manifest: dict[str, Any]) -> None:
-        """Stage `state` and start writing it; it may be modified once this returns. Waits for a save in flight."""
-        self.wait()
-        started_t = time.time()
-        # The attempt is in the name: files of an earlier attempt at this step, or of a writer that outlived its
-        # trainer on another node, can never end up in this one.
-        path = self._directory / f"{_WRITING}step-{step:08d}-{self._attempt}"
-        pending = self._writer.schedule(state, path, ping=self._ping)
-        self._in_flight = _InFlight(step, started_t, path, {"step": step, **manifest}, pending)
 
-    def poll(self) -> Committed | None:
-        """Commit the save in flight if every rank's files are written; None when there is nothing new."""
-        if self._in_flight is None:
-            return None
-        progress = self._agreed_progress(self._in_flight.pending)
-        if progress < 0:
-            raise CheckpointError(f"saving step {self._in_flight.step} failed: a background checkpoint writer died")
-        return self._commit(self._in_flight) if progress > 0 else None
+def _hide(path: Path, attempt: str) -> Path:
+    """Take a checkpoint out of sight at once; deleting its files takes longer and may be cut off."""
+    hidden = path.with_name(f"{_DELETING}{path.name}-{attempt}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    path.rename(hidden)
+    return hidden
 
-    def wait(self) -> Committed | None:
-        """Like `poll`, but does not return before the save in flight is committed."""
-        while self._in_flight is not None:
-            committed = self.poll()
-            if committed is not None:
-                return committed
-            self._ping()
-            time.sleep(0.02)
-        return None
 
-    def _agreed_progress(self, pending: PendingSave) -> int:
-        """-1 when any rank's writer died, 1 when all are done, else 0; the same answer on every rank."""
-        try:
-            self._writer.poll()
-            progress = int(pending.results is not None)
-        except CheckpointWriterError:
-            progress = -1
-        answer = torch.tensor([progress], dtype=torch.int32)
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN)
-        return int(answer.item())
+def set_aside(directory: Path, step: int) -> Path:
+    """Rename a damaged checkpoint, so that nothing takes it for a good one again; returns its new path."""
+    path = checkpoint_path(directory, step)
+    target = path.with_name(f"damaged-{path.name}")
+    if target.exists():
+        shutil.rmtree(target)
+    return path.rename(target)
 
-    def _commit(self, save: _InFlight) -> Committed:
-        all_results = save.pending.collective.gather_object(save.pending.results)
-        problem, size_bytes = None, 0
-        if self._rank == 0:
-            try:
-                size_bytes = self._write_commit(save, all_results)
-            except (OSError, CheckpointError) as error:
-                problem = str(error)
-        # Rank 0 alone knows whether the commit worked; every rank must leave this function the same way.
-        outcome: list[Any] = [problem, size_bytes]
-        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
-        self._in_flight = None
-        self._writer.forget()
-        if outcome[0] is not None:
-            raise CheckpointError(f"saving step {save.step} failed: {outcome[0]}")
-        return Committed(save.step, save.started_t, outcome[1])
 
-    def _write_commit(self, save: _InFlight, all_results: list[Any]) -> int:
-        failures = [
-            f"rank {rank}: {result[0]}" for rank, result in enumerate(all_results) if _is_wrapped_exception(result)
-        ]
-        if failures:
-            raise CheckpointError("; ".join(failures))
-        save.pending.storage_writer.finish(save.pending.metadata, all_results)
-        files = {path.name: path.stat().st_size for path in sorted(save.path.iterdir())}
-        _write_durably(save.path / MANIFEST, json.dumps({**save.manifest, "files": files}, indent=1))
-        target = checkpoint_path(self._directory, save.step)
-        if target.exists():  # re-saved after a rollback past it: the old one must not be mixed with the new
-            self._discard(target)
-        save.path.rename(target)
-        _sync_directory(self._directory)
-        _write_durably(self._directory / TRACKER, f"{save.step}\n")
-        for step in committed_steps(self._directory)[: -self._keep_latest]:
-            self._discard(checkpoint_path(self._directory, step))
-        return sum(files.values())
-
-    def _discard(self, path: Path) -> None:
-        """Take a checkpoint out of sight at once, and delete its files in the background."""
-        hidden = path.with_name(f"{_DELETING}{path.name}-{self._attempt}")
-        path.rename(hidden)
-        threading.Thread(target=shutil.rmtree, args=(hidden,), kwargs={"ignore_errors": True}, daemon=True).start()
-
-    def newest(self) -> dict[str, Any] | None:
-        """The manifest of the newest committed checkpoint; None for a fresh start. Clears what was cut off.
-
-        Raises:
-            CheckpointError: the tracker names a step, but no checkpoint is there, or the newest is damaged. Starting
-                over, or going back to an older one, silently would throw work away.
-        """
-        answer: list[Any] = [None, None]
-        if self._rank == 0:  # one rank looks, all follow: directory listings of a shared volume may differ
-            try:
-                answer[0] = self._find_newest()
-            except (OSError, ValueError, CheckpointError) as error:
-                answer[1] = str(error)
-        dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-        if answer[1] is not None:
-            raise CheckpointError(answer[1])
-        return answer[0]
-
-    def _find_newest(self) -> dict[str, Any] | None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for leftover in (*self._directory.glob(f"{_WRITING}*"), *self._directory.glob(f"{_DELETING}*")):
+def clear_leftovers(directory: Path, *, keep: Path | None = None) -> None:
+    """Remove what cut-off saves and deletions left, all but the save in flight in `keep`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for leftover in (*directory.glob(f"{_WRITING}*"), *directory.glob(f"{_DELETING}*")):
+        if leftover != keep:
             shutil.rmtree(leftover, ignore_errors=True)
-        steps = committed_steps(self._directory)
-        tracker = self._directory / TRACKER
-        if not steps:
-            if tracker.exists():
-                raise CheckpointError(
-                    f"{tracker} says step {tracker.read_text().strip()}, but {self._directory} holds no checkpoint; "
-                    f"restore it, or remove {TRACKER} to start over"
-                )
-            return None
-        try:
-            return _read_manifest(checkpoint_path(self._directory, steps[-1]))
-        except ValueError as error:
-            older = f"go on from step {steps[-2]}" if len(steps) > 1 else f"start over (then {TRACKER} too)"
-            raise CheckpointError(f"{error}; restore that checkpoint, or remove it to {older}") from error
-
-    def load(self, state: dict[str, Any], *, step: int) -> None:
-        """Read a committed step into the tensors of `state`, resharding if the mesh differs."""
-        dcp.load(state, checkpoint_id=str(checkpoint_path(self._directory, step)))
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`; ValueError when it, or a file that it lists, is not as written.
+def tracked_step(directory: Path) -> int | None:
+    """The step that the tracker names; None without tracker.
 
-    Sizes only: reading terabytes for a checksum would delay every restart.
+    Raises:
+        ValueError: the tracker is no number.
+    """
+    tracker = directory / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdecimal():
+        raise ValueError(f"{tracker} holds {text!r}, not a step; write the number of the newest step-* directory there")
+    return int(text)
+
+
+def run_id(directory: Path, *, fresh: bool) -> str:
+    """What tells this run's copies on a node's disk from those of a run that was started over."""
+    path = directory / RUN_ID
+    if fresh or not path.exists():
+        write_durably(path, uuid.uuid4().hex[:12] + "\n")
+    return path.read_text().strip()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint at `path`, its metadata file verified, for that is unpickled first.
+
+    Raises:
+        DamagedCheckpointError: manifest or metadata is not as written.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        files = dict[str, int](manifest["files"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path / MANIFEST} is damaged") from error
-    for name, size in files.items():
-        found = (path / name).stat().st_size if (path / name).exists() else 0
-        if found != size:
-            raise ValueError(f"{path / name} is damaged: it has {found} bytes, {size} were written")
+        metadata_sum = FileSum(**manifest["files"][METADATA])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{path / MANIFEST} is damaged ({type(error).__name__})") from error
+    problem = _damage_of(path / METADATA, metadata_sum)
+    if problem is not None:
+        raise DamagedCheckpointError(problem)
     return manifest
 
 
-def _write_durably(path: Path, text: str) -> None:
+def damage(path: Path, manifest: dict[str, Any], names: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with these files (all of the manifest's when None) of the checkpoint at `path`: one line each."""
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    chosen = sorted(files if names is None else names)
+    with ThreadPoolExecutor(_VERIFY_THREADS) as pool:
+        lines = pool.map(lambda name: _damage_of(path / name, FileSum(**files[name])), chosen)
+    return [line for line in lines if line is not None]
+
+
+def wrong_sizes(path: Path, manifest: dict[str, Any]) -> list[str]:
+    """Files of the checkpoint at `path` that are missing or of another size: one line each, without reading them."""
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    lines = (_damage_of(path / name, FileSum(**files[name]), read=False) for name in sorted(files))
+    return [line for line in lines if line is not None]
+
+
+def _damage_of(path: Path, expected: FileSum, *, read: bool = True) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            return f"{path} is damaged: it has {size} bytes, {expected.size} were written"
+        sound = not read or sum_file(path) == expected
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    return None if sound else f"{path} is damaged: its checksum is not the one that was written"
+
+
+def foreign_files(path: Path, manifest: dict[str, Any]) -> list[str]:
+    """Files in the checkpoint at `path` that its manifest does not list: one line each."""
+    known = {MANIFEST, *manifest["files"]}
+    return [f"{file} does not belong to the checkpoint" for file in sorted(path.iterdir()) if file.name not in known]
+
+
+def write_durably(path: Path, text: str) -> None:
     """Write a small file so that a reader or a crash sees all of it or nothing."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w") as file:

@@ -1,160 +1,268 @@
-"""NVRx's background checkpoint writer, kept alive across in-process restarts and never outliving its trainer."""
+"""NVRx's background checkpoint writer: a worker process that writes staged tensors to storage, watched and replaceable.
 
-import multiprocessing
+NVRx 0.7.0 as its examples use it waits for ever for a worker that died, keeps an aborted save's results for the next
+one, and copies on the training thread (trainer.md, pitfalls 1, 3 and 9). Here each save has a pipe of its own for its
+results, nothing is handed over with a wait, and the tensors come staged already.
+"""
+
+import itertools
+import os
+import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from multiprocessing.managers import SyncManager
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
+import torch
+import xxhash
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import save_state_dict_async_plan
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from training.checkpoint.staging import Buffer, Place, tensors_in
+from training.checkpoint.state import Tensors
 from training.lifetime import deaf_to_sigterm, die_with_parent, leave_process_group
+
+OpenFile = Callable[[str, str], BinaryIO]
+_POLL_SECONDS = 0.01
+_KILL_SECONDS = 5.0
+
+
+def open_binary(path: str, mode: str) -> BinaryIO:
+    """The default `OpenFile`."""
+    return cast(BinaryIO, Path(path).open(mode))
 
 
 class CheckpointWriterError(RuntimeError):
-    """The background writer died; this save is lost, training may go on after a restart."""
+    """The background writer died, hung or could not write; this save is lost, training may go on."""
 
 
-@dataclass
-class PendingSave:
-    """One save on its way to storage, as this rank sees it. `results` is set once this rank's files are written."""
+@dataclass(frozen=True)
+class FileSum:
+    """Size and checksum of one written file."""
 
-    storage_writer: FileSystemWriterAsync
-    metadata: Any
-    collective: Any
-    results: Any = field(default=None)
+    size: int
+    xxh3_128: str
 
-    def collect(self) -> None:
-        """Take this rank's write results; called by NVRx's queue when the worker has written the files."""
-        self.results = self.storage_writer.retrieve_write_results()
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote: DCP's write results and the files' sums by name."""
+
+    results: list[Any]
+    sums: dict[str, FileSum]
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """Which tensors this rank writes, and on rank 0 the metadata of the whole checkpoint.
+
+    Made once, since the state's structure never changes: planning is collective and would cost more than the copy.
+    """
+
+    plan: SavePlan
+    metadata: Metadata | None
+
+
+class StagedWriter(FileSystemWriterAsync):
+    """NVRx's DCP writer for tensors that are in shared memory already; upstream would copy them once more."""
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:  # noqa: ARG002  DCP's signature
+        """Called at the end of planning, on every rank with its own part of the plan."""
+        self.plan = plan
+
+
+def plan_writes(state: Tensors, scratch: Path) -> WritePlan:
+    """Agree on who writes what. Collective; `scratch` is a directory that DCP wants and nothing is written to."""
+    writer = StagedWriter(scratch)
+    _, metadata, _ = save_state_dict_async_plan(state, writer)
+    return WritePlan(writer.plan, metadata)
 
 
 class BackgroundWriter:
-    """Owns the worker process and the results queue; at most one save is in flight.
+    """Owns the worker process. At most one write at a time; used from one thread at a time."""
 
-    The tensors are staged into shared host memory (`use_cpu_shm_for_gpu_tensors`) on GPU hosts too: handing GPU
-    memory to another process needs pidfd_getfd, which an unprivileged pod is refused (pytorch #165685). The staging
-    buffers are allocated once (`use_cached_data_structure`): a copy into warm pages is several times faster.
-    """
-
-    def __init__(self, *, rank: int) -> None:
+    def __init__(self, *, rank: int, open_file: OpenFile = open_binary) -> None:
         self._rank = rank
-        self._pending: PendingSave | None = None
+        self._open_file = open_file
         self._queue: AsyncCallsQueue | None = None
 
-    def get_ready(self, *, patience_seconds: float = 30.0) -> None:
-        """Start the worker, which then loads its libraries in the background; after an in-process restart, let a
-        save in flight end and drop its result.
-
-        A living worker is kept, since starting one costs seconds. One that is dead or does not end in time is
-        replaced with its results queue: a result left in there would be taken for the next save's (trainer.md,
-        pitfall 1).
-        """
-        deadline = time.monotonic() + patience_seconds
-        try:
-            while self._queue is not None and self._queue.get_num_unfinalized_calls():
-                self.poll()
-                if time.monotonic() > deadline:
-                    raise CheckpointWriterError("the background checkpoint writer is stuck")
-                time.sleep(0.01)
-            self.check_alive()
-        except CheckpointWriterError:
-            self.close(abort=True)
-        self.forget()
-        if self._queue is None:
-            with deaf_to_sigterm():
-                self._start()
-
-    def _start(self) -> None:
-        # NVRx makes its results queue on first use; made here instead so that its manager process dies with us.
-        self._manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        self._manager.start(initializer=_live_as_long_as_the_trainer)
-        filesystem_async._results_queue = self._manager.Queue()
-        # A warm worker: the first save costs what the tenth does. Its first task is to load what saving needs, and
-        # to tie its life to ours, for the queue that it reads never closes when the trainer is killed.
-        AsyncCallsQueue.warmup_persistent_caller(self._rank, cpu_shm_mode=True)
+    def start(self) -> None:
+        """Start the worker, unless it lives; it loads its libraries in the background."""
+        if self._queue is not None and self._process().is_alive():
+            return
+        self.kill()
+        with deaf_to_sigterm():
+            AsyncCallsQueue.warmup_persistent_caller(self._rank, cpu_shm_mode=True)
         self._queue = AsyncCallsQueue(cpu_shm_mode=True)
-        self._queue.schedule_async_request(AsyncRequest(_prepare_worker, (), []))
+        self._queue.schedule_async_request(AsyncRequest(_prepare_worker, (os.getpid(),), []))
 
-    def schedule(self, state: dict[str, Any], path: Path, *, ping: Callable[[], None]) -> PendingSave:
-        """Stage `state` and start writing it under `path`; returns once it may be modified again.
-
-        Collective: every rank plans together. The caller must have seen the previous save end. `ping` is called while
-        the worker still loads its libraries.
-        """
-        assert self._pending is None, "a save is in flight"
-        assert self._queue is not None, "get_ready comes first"
-        # The worker stages, and NVRx waits for that without a look at the worker and without running any Python: on a
-        # busy host a worker that still loads would be taken for a hang of this rank.
-        while self._queue.get_num_unfinalized_calls():
-            self.poll()
-            self.check_alive()
-            ping()
-            time.sleep(0.01)
-        self.check_alive()
-        storage_writer = FileSystemWriterAsync(
-            path, thread_count=1, use_cpu_shm_for_gpu_tensors=True, use_cached_data_structure=True
-        )
-        storage_writer, metadata, collective = save_state_dict_async_plan(state, storage_writer)
-        write, preload, arguments = storage_writer.get_save_function_and_args()
-        assert write is not None
-        assert preload is not None, "every rank has at least its own random state to write"
-        pending = PendingSave(storage_writer, metadata, collective)
-        self._queue.schedule_async_request(AsyncRequest(write, tuple(arguments), [pending.collect], preload_fn=preload))
-        self._pending = pending
-        return pending
-
-    def poll(self) -> None:
-        """Notice, without waiting, that this rank's files are written.
+    def write(self, plan: WritePlan, buffer: Buffer, path: Path, *, timeout_seconds: float) -> Written:
+        """Write this rank's part of a checkpoint into the directory `path`; blocks until it is on storage.
 
         Raises:
-            CheckpointWriterError: the worker died before it finished.
+            CheckpointWriterError: the worker died, could not write, or did not finish in time.
         """
-        if self._queue is not None:
-            self._queue.maybe_finalize_async_calls(blocking=False, no_dist=True)
-        if self._pending is not None and self._pending.results is None:
-            self.check_alive()
+        self.start()
+        assert self._queue is not None
+        path.mkdir(parents=True, exist_ok=True)
+        task = _WriteFiles(path, plan.plan, buffer.block, buffer.places, self._rank, _SummingOpen(self._open_file))
+        receiving, sending = Pipe(duplex=False)
+        with receiving, sending:
+            # No preload_fn: NVRx would wait for the worker to run it, without a look at the worker's health.
+            self._queue.schedule_async_request(AsyncRequest(_write_and_report, (task, sending), []))
+            outcome = self._receive(receiving, deadline=time.monotonic() + timeout_seconds)
+        if isinstance(outcome, str):
+            raise CheckpointWriterError(outcome)
+        return outcome
 
-    def forget(self) -> None:
-        """The save in flight has been committed or given up."""
-        self._pending = None
+    def _receive(self, receiving: Any, *, deadline: float) -> "Written | str":
+        while not receiving.poll(_POLL_SECONDS):
+            if not self._process().is_alive():
+                raise CheckpointWriterError("the background writer died")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise CheckpointWriterError("the background writer made no end in time and was killed")
+        outcome = receiving.recv()
+        self._forget_calls()
+        return outcome
 
-    def check_alive(self) -> None:
-        """Raise CheckpointWriterError when worker or results queue is gone; NVRx itself would wait for ever.
+    def _forget_calls(self) -> None:
+        """Take the finished calls out of NVRx's list, which would grow."""
+        assert self._queue is not None
+        self._queue.maybe_finalize_async_calls(blocking=False, no_dist=True)
 
-        The worker does not notice the queue's end before its next save, dies of it while NVRx hands it that save, and
-        leaves NVRx waiting.
-        """
+    def _process(self) -> Any:
+        assert self._queue is not None
+        return self._queue._get_async_caller().process
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Process id of the worker, None before `start`."""
+        return None if self._queue is None else self._process().pid
+
+    def kill(self) -> None:
+        """End the worker at once; a write in another thread then ends with an error."""
         if self._queue is None:
             return
-        results_queue = self._manager._process  # pyright: ignore[reportAttributeAccessIssue]  set by start()
-        for process in (self._queue._get_async_caller().process, results_queue):
-            if process is None or not process.is_alive():
-                raise CheckpointWriterError("the background checkpoint writer died")
-
-    def close(self, *, abort: bool = False) -> None:
-        """End the worker and the results queue; with `abort` at once, else after the save in flight."""
-        if self._queue is None:
-            return
-        if not abort:
-            self.get_ready()
-        self._queue.close(abort=abort)
-        self._queue = None
-        self._manager.shutdown()
-        filesystem_async._results_queue = None
+        calls, self._queue = self._queue, None
+        caller: Any = calls._get_async_caller()
+        # SIGKILL, not NVRx's SIGTERM with 30 s of patience: a worker that hangs in a dead mount takes no signal
+        # politely, and shared memory on the host has no handles to give back.
+        caller.process.kill()
+        caller.process.join(timeout=_KILL_SECONDS)
+        caller.process = None  # else NVRx's __del__ would wait for ever until the dead worker takes its farewell
+        calls.async_calls.clear()
 
 
-def _prepare_worker() -> None:
-    """First task of the worker process. That this function is found here has loaded all that saving needs."""
-    _live_as_long_as_the_trainer()
+@dataclass(frozen=True)
+class _WriteFiles:
+    """Picklable task for the worker: NVRx's way from a plan and its tensors to files, here without a copy."""
+
+    path: Path
+    plan: SavePlan
+    block: torch.Tensor  # in shared memory: only its descriptor travels
+    places: dict[str, Place]
+    rank: int
+    open_file: "_SummingOpen"
+
+    def __call__(self, results: "queue.Queue[Any]") -> None:
+        tensors = tensors_in(self.block, self.places)
+        staged = (self.plan.items, [tensors[item.index.fqn] for item in self.plan.items])
+        # As FileSystemWriterAsync.get_save_function_and_args packs it: no cache, no separate files, one writing thread.
+        packed = (None, (None, staged, None, None, 1, self.plan.storage_data))
+        buckets = FileSystemWriterAsync.preload_tensors((str(self.path), packed), non_blocking=False)
+        FileSystemWriterAsync.write_preloaded_data_multithread(
+            [_StorageWriterTransforms()], False, self.open_file, self.rank, buckets, cast(Any, results)
+        )
 
 
-def _live_as_long_as_the_trainer() -> None:
-    """A SIGTERM to the trainer's group must not end what the last save needs; the trainer's end does."""
+def _write_and_report(task: _WriteFiles, sending: Connection) -> None:
+    """In the worker: write, then send `Written`, or the reason why not, back over this save's own pipe."""
+    _sums.clear()
+    results: queue.Queue[Any] = queue.Queue()
+    try:
+        task(results)
+        outcome = results.get_nowait()
+    except Exception as error:  # the worker must report whatever happened and live on for the next save
+        outcome = error
+    with sending:
+        if isinstance(outcome, Exception):
+            sending.send(f"{type(outcome).__name__}: {outcome}")
+        else:
+            sending.send(Written(list(itertools.chain.from_iterable(outcome.values())), dict(_sums)))
+
+
+_sums: dict[str, FileSum] = {}  # of the worker process: what the present save has written
+
+
+class _SummingOpen:
+    """Picklable `open` that sums what is written; NVRx calls it in the worker for every file."""
+
+    def __init__(self, open_file: OpenFile) -> None:
+        self._open_file = open_file
+
+    def __call__(self, path: str, mode: str) -> "_SummingFile":
+        return _SummingFile(self._open_file(path, mode), Path(path).name)
+
+
+class _SummingFile:
+    """The part of a binary file that DCP uses, with a checksum over every byte handed to it.
+
+    Over what was meant, not over what arrived: a write that storage cut short is then found by its sum.
+    """
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file, self._name = file, name
+        self._sum, self._size = xxhash.xxh3_128(), 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._sum.update(view)
+        self._size += len(view)
+        self._file.write(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def __enter__(self) -> "_SummingFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+        _sums[self._name] = FileSum(self._size, self._sum.hexdigest())
+
+
+def sum_file(path: Path, *, chunk_bytes: int = 8 << 20) -> FileSum:
+    """Size and checksum of a file as it is on storage."""
+    digest, size = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(chunk_bytes))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return FileSum(size, digest.hexdigest())
+
+
+def _prepare_worker(trainer_pid: int) -> None:
+    """First task of the worker process. That this function is found here has loaded all that saving needs.
+
+    A SIGTERM to the trainer's group must not end what the last save needs; the trainer's end does.
+    """
     die_with_parent()
     leave_process_group()
+    if os.getppid() != trainer_pid:  # it died while this process was loading: the kernel tells of later deaths only
+        os._exit(1)

@@ -1,0 +1,264 @@
+"""The control plane, node repair, add-ons, charts and roles."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from config import names
+from config.finding import Finding
+from config.rules.node_group import NodeGroup, node_groups
+from config.rules.template import Resource, Templates
+
+_ACCESS = "https://docs.aws.amazon.com/eks/latest/userguide/access-entries.html"
+_NETWORK = "https://docs.aws.amazon.com/eks/latest/userguide/network-reqs.html"
+_POD_IDENTITY = "https://docs.aws.amazon.com/eks/latest/userguide/pod-id-role.html"
+_NODE_ROLE = "https://docs.aws.amazon.com/eks/latest/userguide/create-node-role.html"
+_REPAIR = "https://docs.aws.amazon.com/eks/latest/userguide/node-repair.html"
+_REPAIR_EXAMPLE = "https://github.com/eksctl-io/eksctl/blob/main/examples/44-node-repair.yaml"
+_EFA_NODES = "https://docs.aws.amazon.com/eks/latest/userguide/node-efa.html"
+_EFA_PLUGIN = "https://github.com/eksctl-io/eksctl/issues/8089"
+_PLUGIN_TAINT = "https://github.com/aws-samples/aws-efa-eks/pull/3"
+_PLUGIN_CRASH = "https://github.com/aws/eks-charts/issues/1239"
+
+# Conditions that the node monitoring agent sets (its v1.7; pkg/conditions), and what EKS does about them.
+_CONDITIONS = (
+    "AcceleratedHardwareReady",
+    "ContainerRuntimeReady",
+    "KernelReady",
+    "NetworkingReady",
+    "StorageReady",
+)
+_ACTIONS = ("Replace", "Reboot", "NoAction")
+_OVERRIDE_FIELDS = ("NodeMonitoringCondition", "NodeUnhealthyReason", "MinRepairWaitTimeMins", "RepairAction")
+_THRESHOLDS = (
+    ("MaxUnhealthyNodeThresholdCount", "MaxUnhealthyNodeThresholdPercentage"),
+    ("MaxParallelNodesRepairedCount", "MaxParallelNodesRepairedPercentage"),
+)
+
+_EFA_CHART = "aws-efa-k8s-device-plugin"
+_EFA_CHART_MINIMUM = (0, 5, 30)
+_CNI_MINIMUM = (1, 18, 5)
+# Charts whose DaemonSets must reach tainted GPU nodes.
+_GPU_CHARTS = (_EFA_CHART, "nvidia-device-plugin", "dcgm-exporter")
+
+
+def access_entries_only(templates: Templates) -> Iterator[Finding]:
+    """No aws-auth ConfigMap, which locks everybody out when it is malformed."""
+    for cluster in templates.of_type("AWS::EKS::Cluster"):
+        mode = cluster.properties.get("AccessConfig", {}).get("AuthenticationMode")
+        if mode != "API":
+            yield Finding(
+                cluster.at("AccessConfig.AuthenticationMode"), str(mode), "access entries only", "set API", _ACCESS
+            )
+        subnets = cluster.properties.get("ResourcesVpcConfig", {}).get("SubnetIds", [])
+        zones = {templates.zone(subnet) for subnet in subnets}
+        if len(zones) < 2 and not any(templates.is_unknown(subnet) for subnet in subnets):
+            yield Finding(
+                cluster.at("ResourcesVpcConfig.SubnetIds"),
+                f"{len(subnets)} subnets in {len(zones)} zone",
+                "the control plane needs subnets in two availability zones",
+                "add a subnet in a second zone",
+                _NETWORK,
+            )
+
+
+def repair_thresholds(group: NodeGroup) -> Iterator[Finding]:
+    """A count or a percentage."""
+    repair = group.group.properties.get("NodeRepairConfig", {})
+    for pair in _THRESHOLDS:
+        if all(field in repair for field in pair):
+            yield Finding(
+                group.in_group("NodeRepairConfig"),
+                " and ".join(pair),
+                "a threshold is a count or a percentage",
+                f"remove {pair[1]}",
+                _REPAIR,
+            )
+
+
+def repair_overrides(group: NodeGroup) -> Iterator[Finding]:
+    """All four fields, from the agent's own words; a wrong word repairs nothing."""
+    overrides = group.group.properties.get("NodeRepairConfig", {}).get("NodeRepairConfigOverrides", [])
+    for number, override in enumerate(overrides):
+        path = group.in_group(f"NodeRepairConfig.NodeRepairConfigOverrides[{number}]")
+        missing = [field for field in _OVERRIDE_FIELDS if override.get(field) is None]
+        if missing:
+            yield Finding(
+                path,
+                f"no {', '.join(missing)}",
+                "an override has all four fields",
+                f"set {', '.join(missing)}",
+                _REPAIR,
+            )
+        action, condition = override.get("RepairAction"), override.get("NodeMonitoringCondition")
+        if action is not None and action not in _ACTIONS:
+            yield Finding(
+                f"{path}.RepairAction",
+                str(action),
+                f"EKS knows {', '.join(_ACTIONS)}",
+                "choose one of them, in this spelling",
+                _REPAIR_EXAMPLE,
+            )
+        if condition is not None and condition not in _CONDITIONS:
+            yield Finding(
+                f"{path}.NodeMonitoringCondition",
+                str(condition),
+                f"the monitoring agent sets {', '.join(_CONDITIONS)}",
+                "choose one of them",
+                _REPAIR_EXAMPLE,
+            )
+        minutes = override.get("MinRepairWaitTimeMins")
+        if isinstance(minutes, int) and minutes < 1:
+            yield Finding(
+                f"{path}.MinRepairWaitTimeMins", str(minutes), "at least one minute", "set 1 or more", _REPAIR
+            )
+
+
+def cni_knows_efa_only(templates: Templates) -> Iterator[Finding]:
+    """An older CNI takes an efa-only interface for one with addresses."""
+    efa_only = any(
+        interface.get("InterfaceType") == "efa-only"
+        for group in node_groups(templates)
+        for interface in group.interfaces
+    )
+    for addon in templates.of_type("AWS::EKS::Addon"):
+        if addon.properties.get("AddonName") != "vpc-cni" or not efa_only:
+            continue
+        given = str(addon.properties.get("AddonVersion"))
+        if _version(given) < _CNI_MINIMUM:
+            yield Finding(
+                addon.at("AddonVersion"),
+                given,
+                "efa-only interfaces need VPC CNI 1.18.5",
+                "pin v1.18.5 or newer",
+                _EFA_NODES,
+            )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", text)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def charts_reach_gpu_nodes(templates: Templates) -> Iterator[Finding]:
+    """Their DaemonSets tolerate the taint, and the EFA plugin stays away from nodes without EFA interfaces."""
+    for chart, name, values in _charts(templates, *_GPU_CHARTS):
+        if not any(item.get("key") == names.GPU_TAINT_KEY for item in values.get("tolerations", [])):
+            yield Finding(
+                chart.at("Values.tolerations"),
+                str(values.get("tolerations", "none")),
+                f"{name} runs on GPU nodes, whose taint is {names.GPU_TAINT_KEY}",
+                f"tolerate {{key: {names.GPU_TAINT_KEY}, operator: Exists}}",
+                _PLUGIN_TAINT,
+            )
+
+
+def efa_plugin(templates: Templates) -> Iterator[Finding]:
+    """Old charts do not know p6; on a node without EFA interfaces the plugin crashes again and again."""
+    used = {group.instance_type for group in node_groups(templates) if group.has_efa}
+    for chart, _, values in _charts(templates, _EFA_CHART):
+        given = str(chart.properties.get("Version"))
+        if _version(given) < _EFA_CHART_MINIMUM:
+            yield Finding(
+                chart.at("Version"),
+                given,
+                "older charts mis-detect p6 and lack types",
+                "pin v0.5.30 or newer",
+                _EFA_PLUGIN,
+            )
+        listed = values.get("supportedInstanceLabels", {}).get("values")
+        for instance_type in sorted(kind for kind in used if kind and listed is not None and kind not in listed):
+            yield Finding(
+                chart.at("Values.supportedInstanceLabels"),
+                "missing " + instance_type,
+                "the plugin runs on the listed instance types only; elsewhere no EFA is allocatable",
+                f"add {instance_type}",
+                _EFA_PLUGIN,
+            )
+        if names.EFA_PRESENT_LABEL not in values.get("nodeSelector", {}):
+            yield Finding(
+                chart.at("Values.nodeSelector"),
+                str(values.get("nodeSelector", "none")),
+                "on a node without EFA interfaces the plugin crashes: No valid EFA devices found",
+                f"select {names.EFA_PRESENT_LABEL}",
+                _PLUGIN_CRASH,
+            )
+
+
+def _charts(templates: Templates, *wanted: str) -> Iterator[tuple[Resource, str, dict[str, Any]]]:
+    """(release, chart's name, its values) of these charts, without those whose values are known only at deploy.
+
+    From a mirror the name ends a path.
+    """
+    for chart in templates.of_type("Custom::AWSCDK-EKS-HelmChart"):
+        name = str(chart.properties.get("Chart") or chart.properties.get("Release")).rpartition("/")[2]
+        values = chart.properties.get("Values", "{}")
+        if name in wanted and isinstance(values, str):
+            yield chart, name, json.loads(values)
+
+
+def pod_identity_trust(templates: Templates) -> Iterator[Finding]:
+    """Without sts:TagSession the agent gets AccessDenied, and the add-on's pods crash."""
+    for role in templates.of_type("AWS::IAM::Role"):
+        for statement in role.properties.get("AssumeRolePolicyDocument", {}).get("Statement", []):
+            principal = statement.get("Principal", {})
+            if not isinstance(principal, dict) or principal.get("Service") != "pods.eks.amazonaws.com":
+                continue
+            actions = statement.get("Action", [])
+            given = {actions} if isinstance(actions, str) else set(actions)
+            if not {"sts:AssumeRole", "sts:TagSession"} <= given:
+                yield Finding(
+                    role.at("AssumeRolePolicyDocument"),
+                    ", ".join(sorted(given)),
+                    "EKS Pod Identity assumes a role with session tags",
+                    "allow sts:AssumeRole and sts:TagSession",
+                    _POD_IDENTITY,
+                )
+
+
+def no_full_access(templates: Templates) -> Iterator[Finding]:
+    """Least privilege."""
+    for role in templates.of_type("AWS::IAM::Role"):
+        for policy in role.properties.get("ManagedPolicyArns", []):
+            found = re.search(r"\w*FullAccess\b", json.dumps(policy))
+            if found:
+                yield Finding(
+                    role.at("ManagedPolicyArns"),
+                    found[0],
+                    "no role of a cluster needs every right on a service",
+                    "write a policy with the actions in use",
+                    _POD_IDENTITY,
+                )
+
+
+def node_role_policies(group: NodeGroup) -> Iterator[Finding]:
+    """Without them a node does not join, or pulls no image."""
+    role = group.templates.target(group.group.properties.get("NodeRole"))
+    if role is None:
+        return
+    attached = json.dumps(role.properties.get("ManagedPolicyArns", []))
+    for wanted in ("AmazonEKSWorkerNodePolicy", "AmazonEC2ContainerRegistry"):
+        if wanted not in attached:
+            yield Finding(
+                role.at("ManagedPolicyArns"),
+                f"no {wanted}",
+                "a node joins with AmazonEKSWorkerNodePolicy and pulls with AmazonEC2ContainerRegistryPullOnly",
+                f"attach {wanted}" + ("PullOnly" if wanted.endswith("Registry") else ""),
+                _NODE_ROLE,
+            )
+
+
+GROUP_RULES: tuple[Callable[[NodeGroup], Iterator[Finding]], ...] = (
+    repair_thresholds,
+    repair_overrides,
+    node_role_policies,
+)
+RULES: tuple[Callable[[Templates], Iterator[Finding]], ...] = (
+    access_entries_only,
+    cni_knows_efa_only,
+    charts_reach_gpu_nodes,
+    efa_plugin,
+    pod_identity_trust,
+    no_full_access,
+)

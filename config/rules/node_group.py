@@ -1,0 +1,72 @@
+"""A managed node group together with its launch template, as the rules look at them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from config.instances import INSTANCE_TYPES, InstanceType
+from config.rules.template import Resource, Templates
+
+EFA_TYPES = ("efa", "efa-only")
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """One AWS::EKS::Nodegroup; without a launch template of this deployment, `data` is empty."""
+
+    templates: Templates
+    group: Resource
+    launch_template: Resource | None
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """LaunchTemplateData."""
+        return {} if self.launch_template is None else self.launch_template.properties.get("LaunchTemplateData", {})
+
+    @property
+    def interfaces(self) -> list[dict[str, Any]]:
+        """Network interfaces of the launch template."""
+        return self.data.get("NetworkInterfaces", [])
+
+    @property
+    def instance_type(self) -> str | None:
+        """Name of its one instance type, wherever it stands."""
+        named = self.data.get("InstanceType") or next(iter(self.group.properties.get("InstanceTypes", [])), None)
+        return named if isinstance(named, str) else None
+
+    @property
+    def instance(self) -> InstanceType | None:
+        """Its row of the table of accelerated types; None for any other type."""
+        return INSTANCE_TYPES.get(self.instance_type or "")
+
+    @property
+    def has_efa(self) -> bool:
+        """Whether any interface speaks EFA."""
+        return any(interface.get("InterfaceType") in EFA_TYPES for interface in self.interfaces)
+
+    @property
+    def is_capacity_block(self) -> bool:
+        """Whether either side says that it is bought as a Capacity Block."""
+        market = self.data.get("InstanceMarketOptions", {}).get("MarketType")
+        return self.group.properties.get("CapacityType") == "CAPACITY_BLOCK" or market == "capacity-block"
+
+    @property
+    def reservation(self) -> dict[str, Any]:
+        """CapacityReservationTarget; empty without one."""
+        return self.data.get("CapacityReservationSpecification", {}).get("CapacityReservationTarget", {})
+
+    def in_group(self, path: str) -> str:
+        """Path of a property of the group, for a finding."""
+        return self.group.at(path)
+
+    def in_template(self, path: str) -> str:
+        """Path of a field of LaunchTemplateData, for a finding."""
+        key = self.group.key if self.launch_template is None else self.launch_template.key
+        return f"{key}.LaunchTemplateData.{path}"
+
+
+def node_groups(templates: Templates) -> Iterator[NodeGroup]:
+    """Every managed node group, joined with its launch template."""
+    for group in templates.of_type("AWS::EKS::Nodegroup"):
+        specification = group.properties.get("LaunchTemplate", {})
+        yield NodeGroup(templates, group, templates.target(specification.get("Id") or specification.get("Name")))
