@@ -180,7 +180,11 @@ class Restorer:
         on_host = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in into.values())
         if not on_host:  # read into warm pinned memory, and copied from there
             self._saver.prepare(into)
-            into = self._saver.buffers(self._ping).buffers[0].tensors
+            in_flight = self._saver.in_flight
+            buffer = self._saver.buffers(self._ping).free(read=[] if in_flight is None else [in_flight.buffer])
+            assert buffer is not None, "there are two, and a replication has been settled"
+            buffer.step = None  # from here on it doesn't hold the step that it was staged for
+            into = buffer.tensors
         tensors, _, manifest = self.local.load(step, into=into, expected=layouts_of(self._live | self._moment()))
         check(manifest)
         if on_host:
