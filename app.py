@@ -50,7 +50,14 @@ def build(app: cdk.App, deployment: DeploymentConfig) -> Stacks:
     storage = StorageStack(
         app, "Storage", config=config.storage, network=network, env=env, stack_name=f"{deployment.name}-storage"
     )
-    image = ImageStack(app, "Image", config=config.storage, env=env, stack_name=f"{deployment.name}-image")
+    image = ImageStack(
+        app,
+        "Image",
+        config=config.storage,
+        compiles=deployment.train.parallelism.compile == "inductor",
+        env=env,
+        stack_name=f"{deployment.name}-image",
+    )
     cluster = ClusterStack(
         app,
         "Cluster",

@@ -20,6 +20,8 @@ TRAINING = Path(__file__).parents[1] / "training"
 BASE_IMAGE = (
     "public.ecr.aws/docker/library/ubuntu:24.04@sha256:69cecf4bbf72d2d44a9eef1b71fb98c7fb973d78af11399deccef19beb008ad9"
 )
+# What Triton needs to build a kernel's launcher on the GPU node (training/Dockerfile).
+_COMPILER = "gcc libc6-dev python3.12-dev"
 
 _BUILD = """\
 set -euo pipefail
@@ -31,6 +33,7 @@ digest_of_tag() {
 if ! digest=$(digest_of_tag 2>/dev/null); then
   mkdir /tmp/context && cp -r "$CODEBUILD_SRC_DIR" /tmp/context/training
   docker build --platform linux/amd64 --build-arg "BASE=$BASE_IMAGE" \\
+    --build-arg "COMPILER_PACKAGES=$COMPILER_PACKAGES" \\
     --file /tmp/context/training/Dockerfile --tag "$REPOSITORY_URI:$TAG" /tmp/context
   docker run --rm "$REPOSITORY_URI:$TAG" python -m training.self_test
   docker push --quiet "$REPOSITORY_URI:$TAG"
@@ -43,11 +46,14 @@ aws ssm put-parameter --name "$PARAMETER" --type String --overwrite --value "$RE
 class ImageStack(cdk.Stack):
     """One ECR repository, a CodeBuild project, and the parameter that tells which image came out last.
 
+    With `compiles` the image holds a C compiler, for torch.compile's inductor backend; else no build tools are in it.
     Tags can't move, and the job names its image by digest anyway. The tag is the hash of the training folder: the same
     sources are built once, and a second build only finds the digest again.
     """
 
-    def __init__(self, scope: Construct, id_: str, *, config: StorageConfig, **kwargs: Any) -> None:
+    def __init__(
+        self, scope: Construct, id_: str, *, config: StorageConfig, compiles: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(
             scope,
             id_,
@@ -72,7 +78,7 @@ class ImageStack(cdk.Stack):
             string_value="none",
             description="The newest trainer image, by digest",
         )
-        self.project = self._project()
+        self.project = self._project(compiles=compiles)
         self.repository.grant_pull_push(self.project)
         self.repository.grant_read(self.project)
         self.parameter.grant_write(self.project)
@@ -80,7 +86,7 @@ class ImageStack(cdk.Stack):
         cdk.CfnOutput(self, "ProjectName", value=self.project.project_name, description="what `make image` starts")
         cdk.CfnOutput(self, "ParameterName", value=self.parameter.parameter_name, description="the image it made")
 
-    def _project(self) -> codebuild.Project:
+    def _project(self, *, compiles: bool) -> codebuild.Project:
         source = assets.Asset(
             self,
             "Source",
@@ -100,7 +106,7 @@ class ImageStack(cdk.Stack):
                 compute_type=codebuild.ComputeType.LARGE,
                 privileged=True,  # for its Docker daemon
             ),
-            environment_variables=self._variables(source),
+            environment_variables=self._variables(source, compiles=compiles),
             build_spec=codebuild.BuildSpec.from_object(
                 {"version": "0.2", "env": {"shell": "bash"}, "phases": {"build": {"commands": [_BUILD]}}}
             ),
@@ -109,12 +115,13 @@ class ImageStack(cdk.Stack):
             logging=self._logging(),
         )
 
-    def _variables(self, source: assets.Asset) -> dict[str, codebuild.BuildEnvironmentVariable]:
+    def _variables(self, source: assets.Asset, *, compiles: bool) -> dict[str, codebuild.BuildEnvironmentVariable]:
         """What the build's commands read."""
         values = {
             "REPOSITORY_URI": self.repository.repository_uri,
             "REPOSITORY_NAME": self.repository.repository_name,
-            "TAG": source.asset_hash,
+            "TAG": f"{source.asset_hash}-compiler" if compiles else source.asset_hash,
+            "COMPILER_PACKAGES": _COMPILER if compiles else "",
             "BASE_IMAGE": BASE_IMAGE,
             "PARAMETER": self.parameter.parameter_name,
         }

@@ -23,7 +23,7 @@ from training.config import MODEL_PRESETS, TrainConfig, describe_errors
 from training.device import DeviceLimits
 from training.metrics import flops_per_token, mfu
 from training.optimizer import build_optimizer
-from training.parallelism import build_mesh, build_sharded_model
+from training.parallelism import build_mesh, build_sharded_model, check_device
 from training.step import TrainStep
 
 
@@ -45,8 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     with _process_group(device):
         try:
             config = _config(arguments, dist.get_world_size())
-            if config.parallelism.float8 is not None:
-                devices.check_float8(device)
+            check_device(config.parallelism, device)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

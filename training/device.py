@@ -1,6 +1,8 @@
 """All that differs between a CUDA GPU and a CPU: which device, its memory, its peak, its generator's state."""
 
+import os
 import resource
+import shutil
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +88,16 @@ def random_state(device: torch.device) -> torch.Tensor | None:
 def set_random_state(state: torch.Tensor) -> None:
     """Put the current GPU's generator into a state that `random_state` took."""
     torch.cuda.set_rng_state(state)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise ValueError unless inductor can build what it makes for `device`: there must be a C compiler."""
+    candidates = [os.environ.get("CC"), "gcc", "clang"]
+    if device.type == "cuda" and not any(shutil.which(name) for name in candidates if name):
+        raise ValueError(
+            "parallelism.compile: inductor needs a C compiler, and this image has none; build it for this deployment "
+            "(`make image`, or --build-arg COMPILER_PACKAGES), or unset parallelism.compile"
+        )
 
 
 def check_float8(device: torch.device) -> None:

@@ -70,10 +70,10 @@ def shard_model(model: Llama, config: ParallelismConfig, *, mesh: DeviceMesh, de
     which gather and free parameters, run around the compiled code. Every block is sharded before the root, whose
     group takes what is left (embedding, final norm, head).
     """
+    check_device(config, device)
     policy = _mixed_precision(config)
     for index, block in enumerate(model.model.layers):
         if config.float8 is not None:
-            devices.check_float8(device)
             _convert_to_float8(block, config.float8)
         block = _checkpointed(block, config)  # noqa: PLW2901
         model.model.layers[index] = block
@@ -82,6 +82,14 @@ def shard_model(model: Llama, config: ParallelismConfig, *, mesh: DeviceMesh, de
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
+
+
+def check_device(config: ParallelismConfig, device: torch.device) -> None:
+    """Raise ValueError for settings that this device, or what is installed here, can't serve."""
+    if config.float8 is not None:
+        devices.check_float8(device)
+    if config.compile == "inductor":
+        devices.check_compiler(device)
 
 
 def _mixed_precision(config: ParallelismConfig) -> MixedPrecisionPolicy:

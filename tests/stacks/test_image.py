@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import aws_cdk as cdk
 import pytest
+from aws_cdk.assertions import Template
 
 import image_build
+from config.deployment import load
+from stacks.image import ImageStack
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENT = ROOT / "deployments/p5-2node.yaml"
@@ -41,6 +45,15 @@ def test_the_tag_is_the_hash_of_the_sources_that_are_built(project):
     key = project["Source"]["Location"]["Fn::Join"][1][-1]
     assert variables(project)["TAG"] in key
     assert len(variables(project)["TAG"]) == 64
+
+
+def test_a_run_that_compiles_gets_a_compiler_in_its_image_and_a_tag_of_its_own(project):
+    stack = ImageStack(cdk.App(), "Image", config=load(DEPLOYMENT).cluster.storage, compiles=True)
+    (compiling,) = Template.from_stack(stack).find_resources("AWS::CodeBuild::Project").values()
+    assert variables(project)["COMPILER_PACKAGES"] == ""
+    assert variables(compiling["Properties"])["COMPILER_PACKAGES"] == "gcc libc6-dev python3.12-dev"
+    assert variables(compiling["Properties"])["TAG"] == variables(project)["TAG"] + "-compiler"
+    assert '--build-arg "COMPILER_PACKAGES=$COMPILER_PACKAGES"' in build_script(project)
 
 
 def test_the_image_is_run_before_it_is_pushed_and_its_digest_lands_in_the_parameter(project, templates, only):

@@ -54,10 +54,11 @@ def test_what_is_downloaded_is_checked_before_it_is_unpacked(last_stage):
     assert run.index("curl --fail") < run.index("sha256sum --check") < run.index("tar -xzf")
 
 
-def test_the_last_stage_installs_no_build_tools_and_leaves_no_lists(last_stage):
+def test_the_last_stage_installs_no_build_tools_unless_told_to_and_leaves_no_lists(last_stage):
     (run,) = [value for name, value in last_stage if name == "RUN"]
     packages = run.split("install --yes --no-install-recommends", 1)[1].split("&&")[0].split()
-    assert packages == ["ca-certificates", "coreutils", "curl", "python3.12", "util-linux"]
+    assert packages == ["ca-certificates", "coreutils", "curl", "python3.12", "util-linux", "${COMPILER_PACKAGES}"]
+    assert ("ARG", "COMPILER_PACKAGES=") in last_stage
     assert "purge --yes curl" in run
     assert "rm -rf /var/lib/apt/lists/*" in run
 
