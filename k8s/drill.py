@@ -16,7 +16,7 @@ from training.config import FaultSpec, describe_errors
 DRILL = "drill"
 CHECKPOINT_BENCHMARK = "checkpoint-benchmark"
 
-_FAULT = re.compile(r"^(?P<kind>[a-z_]+)@(?P<step>\d+):rank(?P<rank>\d+)$")
+_FAULT = re.compile(r"^(?P<kind>[a-z_]+)@(?P<step>\d+):rank(?P<rank>\d+)(:(?P<moment>[a-z_]+))?$")
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,16 @@ class Pair:
 
 
 def parse_fault(text: str) -> FaultSpec:
-    """Parse KIND@STEP:rankN.
+    """Parse KIND@STEP:rankN[:MOMENT] (training/config_faults.py).
 
     Raises:
-        ValueError: wrong spelling, unknown kind, or a step below 1.
+        ValueError: wrong spelling, an unknown kind or moment, or two that do not go together.
     """
     match = _FAULT.match(text)
     if match is None:
-        raise ValueError(f"--fault {text}: must be KIND@STEP:rankN, for example sigkill@25:rank0")
-    kind, step, rank = match.group("kind", "step", "rank")
+        raise ValueError(f"--fault {text}: must be KIND@STEP:rankN[:MOMENT], for example sigkill@25:rank0")
     try:
-        return FaultSpec.model_validate({"kind": kind, "step": int(step), "rank": int(rank)})
+        return FaultSpec.model_validate({key: value for key, value in match.groupdict().items() if value is not None})
     except ValidationError as error:
         raise ValueError(f"--fault {text}: {describe_errors(error).splitlines()[0]}") from error
 

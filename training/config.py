@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
 
 from training.config_base import Config, NonNegativeInt, PositiveFloat, PositiveInt
+from training.config_faults import START_MOMENTS, FaultSpec
 from training.config_model import MODEL_PRESETS, ModelConfig
 from training.config_step import (
     EvaluationConfig,
@@ -205,17 +206,6 @@ class RestartsConfig(Config):
         return self.in_job.term_timeout_seconds + 30
 
 
-class FaultSpec(Config):
-    """One fault, struck once in the job's life: on `rank`, when it enters `step` (1-based)."""
-
-    kind: Literal["exception", "sigkill"]
-    step: PositiveInt
-    rank: NonNegativeInt
-
-    def __str__(self) -> str:
-        return f"{self.kind}@{self.step}:rank{self.rank}"
-
-
 class TrainConfig(Config):
     """Everything one training run is; `train.json` holds exactly this."""
 
@@ -276,7 +266,7 @@ class TrainConfig(Config):
                 f"exceed total_steps {self.total_steps}; lower them"
             )
         for fault in self.faults:
-            if fault.step > self.total_steps:
+            if fault.moment not in START_MOMENTS and fault.step > self.total_steps:
                 raise ValueError(f"fault {fault} comes after the last step {self.total_steps}; choose an earlier step")
         profiler = self.metrics.profiler
         if profiler and profiler.start_step + profiler.steps - 1 > self.total_steps:

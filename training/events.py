@@ -12,7 +12,7 @@ O_APPEND, so it survives a SIGKILL that comes after it. Events and their own fie
     restore_start
     restored              step: last step whose result is in the model, 0 for a fresh start; tier: memory | local |
                           durable | none; damaged: what was passed over, one line each
-    fault                 kind, step: written before the fault strikes
+    fault                 kind, step, moment: written before the fault strikes
     settings_changed      changes: what differs from the run that saved the checkpoint, and may (rank 0)
     step                  step, started_t, loss, grad_norm, learning_rate, skipped: the gradient was not finite, so
                           there was no update; data_s, forward_backward_s, optimizer_s: seconds of its parts;

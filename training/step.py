@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from training.config import TrainConfig
+from training.config_faults import Moment
 from training.model import Llama
 from training.optimizer import NonFiniteGradientError, clip_gradients
 from training.schedule import schedule_ratio
@@ -57,7 +58,7 @@ class TrainStep:
         micro_batches: Sequence[Batch],
         load: Callable[[Batch], torch.Tensor],
         *,
-        before_last_backward: Callable[[], None] = lambda: None,
+        at: Callable[[Moment], None] = lambda _: None,
         before_update: Callable[[], None] = lambda: None,
         stop: StopReason | None = None,
     ) -> StepResult:
@@ -67,7 +68,7 @@ class TrainStep:
             step: 1-based number of this step; it decides the learning rate.
             micro_batches: at least one.
             load: makes a micro-batch's tokens; timed as data loading.
-            before_last_backward: called between the last forward and its backward (fault injection).
+            at: called at each moment of the last micro-batch (fault injection).
             before_update: called before the parameters change (a checkpoint may still be copying them).
             stop: why this rank wants to end; one rank's wish is every rank's.
 
@@ -77,17 +78,20 @@ class TrainStep:
         started = time.perf_counter()
         data_seconds, loss = 0.0, torch.zeros(())
         for index, micro_batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            reached = at if last else _pass_by
+            reached(Moment.DATA)
             load_started = time.perf_counter()
             tokens = load(micro_batch)
             data_seconds += time.perf_counter() - load_started
-            last = index == len(micro_batches) - 1
             # FSDP2 reduces gradients on the last micro-batch only; the earlier ones accumulate on each rank.
             cast(FSDPModule, self._model).set_requires_gradient_sync(last)
+            reached(Moment.FORWARD)
             micro_loss = self._model(tokens[:, :-1], tokens[:, 1:], end_of_document=self._end_of_document)
-            if last:
-                before_last_backward()
+            reached(Moment.BACKWARD)
             (micro_loss / len(micro_batches)).backward()
             loss = loss.to(micro_loss.device) + micro_loss.detach() / len(micro_batches)
+        at(Moment.OPTIMIZER)
         # Reading the norm waits for the GPU, so the time up to here is that of forward and backward on a GPU too.
         norm = clip_gradients(self._model, self._config.optimizer.max_grad_norm)
         computed = time.perf_counter()
@@ -124,6 +128,10 @@ class TrainStep:
                 "lower optimizer.learning_rate, look at the data of these steps, or raise max_skipped_steps"
             )
         return learning_rate
+
+
+def _pass_by(_: Moment) -> None:
+    pass
 
 
 def _agree(loss: torch.Tensor, stop: StopReason | None) -> tuple[float, StopReason | None]:

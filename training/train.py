@@ -18,7 +18,9 @@ import psutil
 
 from training import peer_watch
 from training.config import DONE_MARKER, EXIT_BAD_CONFIG, NO_RESTART_MARKER, STOP_MARKER, TrainConfig, load_train_json
+from training.config_faults import Moment
 from training.events import EventLog
+from training.faults import FaultInjector
 from training.peer_watch import PeerWatch
 from training.stopping import StopRequest
 
@@ -51,7 +53,9 @@ def main() -> int:
     events.write("process_start", created_t=psutil.Process().create_time(), world_size=world_size, settings=settings)
     stop = StopRequest(config)
     stop.listen()
-    return _train(config, events, stop, rank=rank, world_size=world_size, cycle=cycle)
+    faults = FaultInjector(config.faults, run_directory=Path(config.run_directory), rank=rank, events=events)
+    faults.at(Moment.IMPORT)
+    return _train(config, events, stop, faults, rank=rank, world_size=world_size, cycle=cycle)
 
 
 def _refuse(reason: str, *, run_directory: Path | None) -> int:
@@ -68,7 +72,16 @@ def _refuse(reason: str, *, run_directory: Path | None) -> int:
     return EXIT_BAD_CONFIG
 
 
-def _train(config: TrainConfig, events: EventLog, stop: StopRequest, *, rank: int, world_size: int, cycle: int) -> int:
+def _train(
+    config: TrainConfig,
+    events: EventLog,
+    stop: StopRequest,
+    faults: FaultInjector,
+    *,
+    rank: int,
+    world_size: int,
+    cycle: int,
+) -> int:
     # Importing torch makes a million objects that live as long as the process. Collecting garbage among them slows
     # the import by a fifth, and each in-process restart, where NVRx collects until nothing is left, by half a second.
     gc.disable()
@@ -90,6 +103,7 @@ def _train(config: TrainConfig, events: EventLog, stop: StopRequest, *, rank: in
     device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
+    faults.at(Moment.RENDEZVOUS)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(host, port, world_size, is_master=rank == 0, wait_for_workers=False)
     restart_port = _agree_on_port(store, rank)
@@ -102,6 +116,7 @@ def _train(config: TrainConfig, events: EventLog, stop: StopRequest, *, rank: in
         store=store,
         events=events,
         monitor=RankMonitor(enabled="FT_RANK_MONITOR_IPC_SOCKET" in os.environ),
+        faults=faults,
         saver=Saver(rank=rank, device=device),
         stop=stop,
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),

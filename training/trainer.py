@@ -26,10 +26,11 @@ from training.checkpoint.restorer import CheckpointError, Restored
 from training.checkpoint.saver import Saver
 from training.checkpoint.state import Tensors, live_tensors
 from training.config import DONE_MARKER, EXIT_NO_RESTART, NO_RESTART_MARKER, TrainConfig
+from training.config_faults import Moment
 from training.data import DataOrder, TokenizedCorpus
 from training.evaluation import Evaluation
 from training.events import EventLog
-from training.faults import FaultInjector
+from training.faults import FaultInjector, Targets
 from training.metric_sinks import MetricSinks
 from training.metrics import step_metrics
 from training.optimizer import NonFiniteGradientError, build_optimizer
@@ -55,6 +56,7 @@ class Process:
     store: dist.Store
     events: EventLog
     monitor: RankMonitor
+    faults: FaultInjector
     saver: Saver
     stop: StopRequest
     ranks_per_node: int = 1
@@ -150,10 +152,10 @@ class Trainer:
             attempt=f"{process.cycle}-{process.events.iteration}",
             ranks_per_node=process.ranks_per_node,
             ping=ping,
+            on_commit=lambda step: process.faults.at(Moment.COMMIT, step),
         )
-        self.faults = FaultInjector(
-            config.faults, run_directory=Path(config.run_directory), rank=process.rank, events=process.events
-        )
+        self.faults = process.faults
+        self.faults.targets = Targets(self.model, process.saver, Path(config.checkpoint.directory))
         self.profiler = ProfilerWindow(
             config.metrics.profiler, run_directory=Path(config.run_directory), rank=process.rank
         )
@@ -223,7 +225,7 @@ class Trainer:
             step,
             micro_batches,
             self._load,
-            before_last_backward=lambda: self.faults.strike(step),
+            at=lambda moment: self.faults.at(moment, step),
             before_update=self.checkpointer.before_update,
             stop=process.stop.reason,
         )
@@ -262,6 +264,7 @@ class Trainer:
         """Measure the validation loss. Collective."""
         assert self.evaluation is not None
         started_t = time.time()
+        self.faults.at(Moment.EVALUATION, step)
         loss = self.evaluation.loss(self.model, device=self.process.device)
         self.process.events.write("evaluation", step=step, started_t=started_t, loss=loss)
         self.sinks.write_evaluation(loss, step)
@@ -290,6 +293,7 @@ def _set_up(
 ) -> tuple[Trainer, int]:
     events = process.events
     seed_random_state(config.seed, process.rank)
+    process.faults.at(Moment.PROCESS_GROUP)
     parallelism.init_process_group(
         # A prefix of its own for each attempt: keys that a broken-off attempt left behind must not be read.
         dist.PrefixStore(f"attempt-{events.iteration}", process.store),
@@ -300,15 +304,17 @@ def _set_up(
     )
     events.write("process_group_ready")
     _check_deadline(config, process)
+    process.faults.at(Moment.MODEL)
     trainer = Trainer(config, process, ping=ping)
     events.write("model_ready")
     events.write("restore_start")
+    process.faults.at(Moment.RESTORE)
     restored = trainer.restore()
     events.write("restored", step=restored.step, tier=restored.tier or "none", damaged=restored.damaged)
     trainer.open_reports(restored.step, attempt)
     # A finished run saves nothing any more, unless its last step is in memory only.
     if restored.step < config.total_steps or restored.tier == "memory":
-        trainer.checkpointer.get_ready(restored)
+        trainer.checkpointer.get_ready(restored, last=restored.step == config.total_steps)
     return trainer, restored.step
 
 
@@ -335,11 +341,21 @@ def _checkpoint(trainer: Trainer, step: int, *, must_save: bool) -> float:
         checkpointer.poll()
     with _stall(trainer, step, "save"):
         trainer.save(step, last=last)
+    _strike_while_saving(trainer, step)
     if last:
+        trainer.faults.at(Moment.FINAL_SAVE, step)
         with _stall(trainer, step, "final_save"):
             checkpointer.wait()
     _record(trainer)
     return time.perf_counter() - began
+
+
+def _strike_while_saving(trainer: Trainer, step: int) -> None:
+    """The moments of a save, if it has one: the copy runs; the copy is done and the worker writes."""
+    trainer.faults.at(Moment.STAGING, step)
+    if trainer.faults.due(Moment.BACKGROUND_WRITE, step):
+        trainer.checkpointer.before_update()
+        trainer.faults.at(Moment.BACKGROUND_WRITE, step)
 
 
 @contextmanager
@@ -373,6 +389,7 @@ def _finish(trainer: Trainer, *, already_complete: bool) -> None:
         _record(trainer)
     # Whole parameters pass through every rank here: affordable for the small models of a drill.
     digest = trainer.params_sha256() if config.deterministic else None
+    process.faults.at(Moment.EXIT, config.total_steps)
     process.events.write("complete", step=config.total_steps, loss=trainer.last_loss, params_sha256=digest)
     process.monitor.close()
     dist.barrier()

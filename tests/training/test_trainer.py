@@ -24,6 +24,7 @@ from training.config import (
     TrainConfig,
 )
 from training.events import EventLog, read_events
+from training.faults import FaultInjector
 from training.prepare_data import prepare
 from training.resilience import RankMonitor
 from training.stopping import StopRequest
@@ -92,14 +93,16 @@ def attempt(rank: int, config: TrainConfig, told_to_stop_by: int | None = None) 
         (run_directory / STOP_MARKER).touch()
         os.kill(os.getpid(), signal.SIGTERM)
     torch.use_deterministic_algorithms(config.deterministic)
+    events = EventLog(run_directory, rank=rank, cycle=0)
     process = Process(
         rank=rank,
         world_size=world_size,
         cycle=0,
         device=torch.device("cpu"),
         store=dist.PrefixStore("trainer", store),
-        events=EventLog(run_directory, rank=rank, cycle=0),
+        events=events,
         monitor=RankMonitor(enabled=False),
+        faults=FaultInjector(config.faults, run_directory=run_directory, rank=rank, events=events),
         saver=Saver(rank=rank, device=torch.device("cpu")),
         stop=stop,
     )

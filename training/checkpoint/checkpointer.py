@@ -61,6 +61,7 @@ class Checkpointer:
         attempt: str,
         ranks_per_node: int = 1,
         ping: Callable[[], None] = lambda: None,
+        on_commit: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._config = config
         self._directory = Path(config.directory)
@@ -70,6 +71,7 @@ class Checkpointer:
         self._attempt = attempt
         self._ranks_per_node = ranks_per_node
         self._ping = ping
+        self._on_commit = on_commit
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._replicating: Save | None = None
         self._local: LocalTier | None = None
@@ -94,8 +96,10 @@ class Checkpointer:
             self.outcome.failed.append({"step": 0, "reason": restorer.no_local})
         return restored
 
-    def get_ready(self, restored: Restored) -> None:
+    def get_ready(self, restored: Restored, *, last: bool = False) -> None:
         """After a restore: warm buffers and writer, agree on who writes what, and save what only memory holds.
+
+        `last` says that the restored step is the run's last one, which is saved whatever the interval.
 
         Loading the writer's libraries takes seconds of CPU, which the way back to training needs first.
 
@@ -105,8 +109,13 @@ class Checkpointer:
         self._saver.prepare({**self._live, **self._moment()})
         if self._saver.plan is None:
             self._saver.plan = self._plan()
-        lost = restored.tier == "memory" and self._due(restored.step, self._config.interval_steps)
-        if lost and self._saver.in_flight is None and restored.step != self._last_committed:
+        due = last or self._due(restored.step, self._config.interval_steps)
+        if (
+            restored.tier == "memory"
+            and due
+            and self._saver.in_flight is None
+            and restored.step != self._last_committed
+        ):
             buffer = self._saver.buffers().holding(restored.step)
             assert buffer is not None, "it was just restored from it"
             self._write(Save(restored.step, time.time(), buffer.manifest, buffer, _done()))
@@ -261,6 +270,7 @@ class Checkpointer:
         assert plan is not None
         assert plan.metadata is not None
         assert save.path is not None
+        self._on_commit(save.step)
         size = durable.commit(
             self._directory,
             save.path,

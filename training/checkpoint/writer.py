@@ -86,11 +86,14 @@ def plan_writes(state: Tensors, scratch: Path) -> WritePlan:
 
 
 class BackgroundWriter:
-    """Owns the worker process. At most one write at a time; used from one thread at a time."""
+    """Owns the worker process. At most one write at a time; used from one thread at a time.
+
+    `open_file` opens each file in the worker; it is sent along with every write.
+    """
 
     def __init__(self, *, rank: int, open_file: OpenFile = open_binary) -> None:
         self._rank = rank
-        self._open_file = open_file
+        self.open_file = open_file
         self._queue: AsyncCallsQueue | None = None
 
     def start(self) -> None:
@@ -112,7 +115,7 @@ class BackgroundWriter:
         self.start()
         assert self._queue is not None
         path.mkdir(parents=True, exist_ok=True)
-        task = _WriteFiles(path, plan.plan, buffer.block, buffer.places, self._rank, _SummingOpen(self._open_file))
+        task = _WriteFiles(path, plan.plan, buffer.block, buffer.places, self._rank, _SummingOpen(self.open_file))
         receiving, sending = Pipe(duplex=False)
         with receiving, sending:
             # No preload_fn: NVRx would wait for the worker to run it, without a look at the worker's health.
