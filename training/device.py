@@ -1,9 +1,9 @@
 """All that differs between a CUDA GPU and a CPU: which device, its memory, its peak, its generator's state."""
 
 import os
-import resource
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -71,7 +71,9 @@ def memory_peak_bytes(device: torch.device) -> int:
     """Most memory that tensors took on the GPU since the last reset; on a CPU the process's largest resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not getrusage's maximum, which a process starts with from the one that it was forked off.
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def reset_memory_peak(device: torch.device) -> None:

@@ -54,19 +54,20 @@ def test_without_gradients_only_the_loss_is_computed():
 
 
 PEAK = """
-import resource, sys, torch
+import sys, torch
+from training import device as devices
 from training.loss import chunked_next_token_loss, next_token_loss
 torch.set_num_threads(1)
 hidden = torch.randn(1, 1024, 16, requires_grad=True)
 weight = torch.randn(32_000, 16, requires_grad=True)
 labels = torch.randint(32_000, (1, 1024))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = devices.memory_peak_bytes(torch.device('cpu'))
 if sys.argv[1] == "whole":
     loss = next_token_loss(torch.nn.functional.linear(hidden, weight), labels)
 else:
     loss = chunked_next_token_loss(hidden, weight, labels, chunk_tokens=64)
 loss.backward()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print(devices.memory_peak_bytes(torch.device('cpu')) - before)
 """
 
 
