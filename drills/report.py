@@ -109,7 +109,8 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
 def _fault_lines(faults: list[dict[str, Any]]) -> list[str]:
     shown = faults if len(faults) <= _MAX_FAULT_LINES else faults[: _MAX_FAULT_LINES - 1]
     lines = [
-        f"  {'fault':<12}{fault['kind']}@{fault['step']}:rank{fault['rank']}".ljust(34) + _fate(fault)
+        f"  {'fault':<12}{fault['kind']}@{fault['step']}:rank{fault['rank']}:{fault['moment']} ".ljust(34)
+        + _fate(fault)
         for fault in shown
     ]
     if len(shown) < len(faults):
@@ -122,6 +123,8 @@ def _fate(fault: dict[str, Any]) -> str:
         return "did not fire"
     if fault["layer"] is None:
         return "never recovered"
+    if fault["layer"] == "none":
+        return "training went on"
     return (
         f"{fault['layer']}: {fault['time_to_recover_s']:.2f} s to recover, {_count(fault['steps_lost'], 'step')} lost"
     )
@@ -188,7 +191,7 @@ def _verdict(faults: tuple[FaultOutcome, ...], problems: list[str]) -> str:
 
 def _command(deployment_name: str, faults: tuple[FaultSpec, ...]) -> str:
     words = ["python -m drills run", f"--deployment deployments/{deployment_name}.yaml"]
-    return " ".join([*words, *(f"--fault {fault.kind}@{fault.step}:rank{fault.rank}" for fault in faults), "--out DIR"])
+    return " ".join([*words, *(f"--fault {fault}" for fault in faults), "--out DIR"])
 
 
 def _replace(path: Path, text: str) -> None:

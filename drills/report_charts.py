@@ -7,7 +7,7 @@ from itertools import pairwise
 from drills.goodput import RunAnalysis
 from drills.intervals import KINDS, Interval, Kind
 from drills.markup import Markup, element, join
-from drills.recovery import FaultOutcome
+from drills.recovery import FaultOutcome, where
 
 WIDTH = 1040.0
 _LEFT, _RIGHT = 92.0, 14.0
@@ -137,7 +137,9 @@ def number_mark(number: int, x: float, y: float) -> Markup:
 
 
 def _fault_text(fault: FaultOutcome) -> str:
-    return f"{'SIGKILL' if fault.kind == 'sigkill' else fault.kind} on rank {fault.rank} in step {fault.step}"
+    return (
+        f"{'SIGKILL' if fault.kind == 'sigkill' else fault.kind} on rank {fault.rank} {where(fault.moment, fault.step)}"
+    )
 
 
 def _lanes(analysis: RunAnalysis, scale: Scale, top: float, title: str) -> tuple[Markup, float]:

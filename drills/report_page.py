@@ -8,6 +8,7 @@ from drills import report_charts
 from drills.goodput import RunAnalysis
 from drills.intervals import KINDS, Kind
 from drills.markup import Markup, element
+from drills.recovery import where
 
 _NOTHING = "\N{EN DASH}"
 _STYLE = Path(__file__).with_name("report.css")
@@ -26,6 +27,7 @@ _MEANINGS: dict[Kind, str] = {
     "unaccounted": "The rest that the event log does not name: gaps between steps, the teardown.",
 }
 _LAYERS = {
+    "none": "none: training went on",
     "in_process": "in-process: the training function was entered again in the living processes",
     "in_job": "in-job: the launcher replaced the processes on the same nodes",
     "job": "job: the whole job was created again",
@@ -212,7 +214,7 @@ def _fault_row(number: int, fault: dict[str, Any]) -> Markup:
     return element(
         "tr",
         element("td", element("span", number, class_="disc")),
-        element("th", f"{fault['kind']} on rank {fault['rank']} in step {fault['step']}", scope="row"),
+        element("th", f"{fault['kind']} on rank {fault['rank']}, {where(fault['moment'], fault['step'])}", scope="row"),
         element("td", layer, class_="meaning"),
         *(element("td", text, class_="number") for text in (*map(_seconds, seconds), lost)),
     )

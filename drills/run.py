@@ -15,14 +15,19 @@ from pydantic import ValidationError
 from config import names
 from config.deployment import DeploymentConfig
 from drills.local_cluster import LocalCluster, check_port
+from drills.network import Network
 from drills.report import build_report, summary_lines, write_report
 from training import prepare_data
 from training.config import FaultSpec, describe_errors
+from training.config_faults import GPU_KINDS, FaultKind
 from training.events import read_events
+from training.faults import memory_limit_can_be_set
 
 _MARKER = "drill.json"
 _BYTES_PER_PARAMETER = 12  # fp32 parameter and two Adam moments
 _CORPUS_BYTES = 4_000_000
+_LOOK_SECONDS = 0.05
+_SHOW_SECONDS = 0.5
 
 
 class DrillError(RuntimeError):
@@ -56,6 +61,7 @@ def check(deployment: DeploymentConfig, out: Path, port: int | None) -> None:
         )
     if port is not None:
         check_port(port)
+    _check_faults(deployment)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a folder")
     if out.is_dir() and any(out.iterdir()) and not (out / _MARKER).exists():
@@ -68,6 +74,18 @@ def check(deployment: DeploymentConfig, out: Path, port: int | None) -> None:
             f"--out {out}: {free / 1e6:.0f} MB free, the drill needs {needed / 1e6:.0f} MB; "
             "free some space or choose another disk"
         )
+
+
+def _check_faults(deployment: DeploymentConfig) -> None:
+    kinds = {fault.kind for fault in deployment.train.faults}
+    gpu_kinds = sorted(kinds.intersection(GPU_KINDS))
+    if gpu_kinds:
+        raise ValueError(f"--fault {gpu_kinds[0]} needs a GPU; a drill on this machine runs on CPUs, choose another")
+    if FaultKind.OUT_OF_MEMORY in kinds and not memory_limit_can_be_set():
+        raise ValueError("--fault out_of_memory needs a memory cgroup, and none may be made here; choose sigkill")
+    problem = Network.problem() if FaultKind.NETWORK_LOSS in kinds else None
+    if problem is not None:
+        raise ValueError(f"--fault {problem}")
 
 
 def _needed_bytes(deployment: DeploymentConfig) -> int:
@@ -86,7 +104,7 @@ def run_drill(
         DrillError: a run failed; its logs stay under `out`.
     """
     faulted = with_faults(deployment, faults)
-    check(deployment, out, port)
+    check(faulted, out, port)
     _make_out(out)
     _say("corpus: the Python standard library's source files, as bytes")
     _prepare_corpus(deployment, out)
@@ -148,9 +166,9 @@ def _run(label: str, deployment: DeploymentConfig, *, out: Path, port: int | Non
     _link_corpus(deployment, out, shared)
     _say(f"{label}: {deployment.job.pod_count} nodes x {deployment.job.ranks_per_node} rank, logs in {shared / 'logs'}")
     directory = shared / deployment.train.run_directory.removeprefix(f"{names.FSX_MOUNT}/")
-    with LocalCluster(deployment, shared_directory=shared.absolute(), port=port) as cluster:
+    with LocalCluster(deployment, shared_directory=shared.absolute(), port=port, say=_say) as cluster:
         _watch(cluster, directory, label=label, deployment=deployment, timeout_seconds=timeout_seconds)
-        failed = [exit_ for exit_ in cluster.exited() if exit_.exit_code != 0]
+        failed = [exit_ for exit_ in cluster.exited() if exit_.exit_code != 0] if cluster.failure else []
     reasons = {event["reason"] for event in read_events(directory) if event["event"] == "refused"}
     if reasons:
         raise DrillError(f"{label}: the trainer refused to go on: {'; '.join(sorted(reasons))}")
@@ -172,11 +190,15 @@ def _watch(
 ) -> None:
     """Show what happens until every node's launcher has ended, or raise DrillError after `timeout_seconds`."""
     deadline = time.monotonic() + timeout_seconds
-    shown = 0
+    shown, shown_t = 0, 0.0
     while cluster.running():
         if time.monotonic() > deadline:
             raise DrillError(f"{label}: not done after {timeout_seconds:g} s; see {cluster.logs}")
-        time.sleep(0.5)
+        time.sleep(_LOOK_SECONDS)
+        cluster.look()
+        if time.monotonic() < shown_t + _SHOW_SECONDS:
+            continue
+        shown_t = time.monotonic()
         events = read_events(directory)
         for event in events[shown:]:
             line = _describe(event, deployment)
@@ -196,7 +218,7 @@ def _describe(event: dict, deployment: DeploymentConfig) -> str | None:
         case "restored" if event["rank"] == 0:
             return f"training from step {event['step']}" if event["step"] else "training from the start"
         case "fault":
-            return f"rank {event['rank']}: FAULT {event['kind']} in step {event['step']}"
+            return f"rank {event['rank']}: FAULT {event['kind']} at {event['moment']}, {event['step']}"
         case "step" if event["rank"] == 0 and event["step"] % deployment.train.checkpoint.interval_steps == 0:
             return f"step {event['step']}/{deployment.train.total_steps}  loss {event['loss']:.4f}"
         case "checkpoint_committed":

@@ -57,10 +57,10 @@ class SyntheticLog:
                 if commit:
                     self.write("checkpoint_committed", rank=0, step=step, started_t=started_t, size_bytes=1000)
 
-    def fault(self, kind, *, rank, step, after=0.05):
+    def fault(self, kind, *, rank, step, moment="backward", after=0.05):
         """The step in flight is broken off `after` seconds from now."""
         self.now += after
-        self.write("fault", rank=rank, kind=kind, step=step)
+        self.write("fault", rank=rank, kind=kind, step=step, moment=moment)
 
     def abort(self, *, detect):
         self.now += detect

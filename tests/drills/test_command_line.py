@@ -30,11 +30,11 @@ def one_line_error(deployment: Path, out: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sigkill", "must be KIND@STEP:rankN, for example sigkill@25:rank0"),
+        ("sigkill", "must be KIND@STEP:rankN[:MOMENT], for example sigkill@25:rank0"),
         ("sigkill@x:rank0", "must be KIND@STEP:rankN"),
         ("sigkill@5:0", "must be KIND@STEP:rankN"),
-        ("meteor@5:rank0", "kind: Input should be 'exception' or 'sigkill' (given 'meteor')"),
-        ("sigkill@0:rank0", "step: Input should be greater than 0 (given 0)"),
+        ("meteor@5:rank0", "kind: Input should be 'exception', 'async_exception'"),
+        ("sigkill@0:rank0", "step 0 is none; steps count from 1"),
     ],
 )
 def test_a_wrong_fault_spelling_says_how_it_is_spelt(text, message):
@@ -47,6 +47,11 @@ def test_a_fault_is_parsed():
     fault = parse_fault("sigkill@42:rank0")
     assert (fault.kind, fault.step, fault.rank) == ("sigkill", 42, 0)
     assert str(fault) == "sigkill@42:rank0"
+    assert str(parse_fault("hang@0:rank1:import")) == "hang@0:rank1:import"
+
+
+def test_faults_that_this_machine_can_not_strike_are_refused(deployment_file, tmp_path):
+    assert "needs a GPU" in one_line_error(deployment_file, tmp_path / "out", "--fault", "gpu_error@3:rank0")
 
 
 def test_a_fault_that_can_not_happen_is_refused(deployment_file, tmp_path):

@@ -30,6 +30,7 @@ def test_two_launchers_meet_at_index_0_and_heal_a_killed_rank(tmp_path):
     with LocalCluster(deployment, shared_directory=shared) as cluster:
         while cluster.running() and time.monotonic() < deadline:
             time.sleep(0.2)
+            cluster.look()
         exits = {(exit_.node, exit_.exit_code) for exit_ in cluster.exited()}
         assert {log.name for log in cluster.logs.iterdir()} == {"node-0.log", "node-1.log"}
     assert exits == {(0, 0), (1, 0)}

@@ -48,7 +48,9 @@ def test_report_json_has_exactly_the_agreed_keys(tmp_path):
     for run in ("run", "reference"):
         assert set(read[run]) == {"steps", "final_loss", "params_sha256", "checkpoints"}
     for fault in read["faults"]:
-        assert set(fault) == {*("kind", "rank", "step", "fired", "layer", "time_to_recover_s", "steps_lost", "phases")}
+        assert set(fault) == {
+            *("spec", "kind", "rank", "step", "moment", "fired", "layer", "time_to_recover_s", "steps_lost", "phases")
+        }
         assert set(fault["phases"]) == {"detect_s", "restart_s", "load_s", "first_step_s"}
     assert set(read["goodput"]) == {
         *("wall_s", "useful_s", "replayed_s", "checkpoint_stall_s", "detect_s", "restart_s", "load_s", "startup_s"),
