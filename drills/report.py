@@ -108,11 +108,7 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
 
 def _fault_lines(faults: list[dict[str, Any]]) -> list[str]:
     shown = faults if len(faults) <= _MAX_FAULT_LINES else faults[: _MAX_FAULT_LINES - 1]
-    lines = [
-        f"  {'fault':<12}{fault['kind']}@{fault['step']}:rank{fault['rank']}:{fault['moment']} ".ljust(34)
-        + _fate(fault)
-        for fault in shown
-    ]
+    lines = [f"  {'fault':<12}{fault['spec']} ".ljust(40) + _fate(fault) for fault in shown]
     if len(shown) < len(faults):
         lines.append(f"  {'':<12}and {len(faults) - len(shown)} more")
     return lines
