@@ -1,6 +1,7 @@
 """`python -m drills run ...`: train on a local cluster while faults strike, and report what was lost.
 
-`python -m drills bench-trainer` measures the trainer itself.
+`python -m drills matrix` strikes every kind of fault at every moment; `python -m drills bench-trainer` measures
+the trainer itself.
 """
 
 import argparse
@@ -27,6 +28,34 @@ def _bench_trainer(arguments: argparse.Namespace) -> int:
 
     bounds = run_benchmark(repetitions=arguments.repetitions, restarts=arguments.restarts)
     return 0 if all(bound.kept for bound in bounds) else 1
+
+
+def _matrix(arguments: argparse.Namespace) -> int:
+    from config.deployment import load
+    from drills.matrix import full_groups, markdown, quick_groups, run_matrix
+    from drills.run import DrillError
+
+    groups = [*(quick_groups() if arguments.quick else full_groups())]
+    if arguments.only:
+        groups = [group for group in groups if any(part in group.name for part in arguments.only)]
+    try:
+        if not groups:
+            raise ValueError(f"--only {' '.join(arguments.only)}: no group's name holds it")
+        matrix = run_matrix(load(arguments.deployment), groups, out=arguments.out, say=_say)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except DrillError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    failed = sum(not cell.passed for cell in matrix.cells)
+    print(markdown(matrix))
+    print(f"{len(matrix.cells)} cells, {failed} failed, {matrix.seconds:.0f} s; {arguments.out / 'matrix.json'}")
+    return 0 if matrix.passed else 1
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -67,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--timeout", type=_seconds, default=300.0, help="seconds after which a run is given up (default 300)"
     )
+    matrix = commands.add_parser("matrix", help="every kind of fault at every moment, with every restart layer")
+    matrix.set_defaults(function=_matrix)
+    matrix.add_argument("--deployment", type=Path, default=Path("deployments/local.yaml"), help="deployment file")
+    matrix.add_argument("--out", type=Path, required=True, help="folder for matrix.json, matrix.md and what failed")
+    matrix.add_argument("--quick", action="store_true", help="one of each kind of healing, in a few minutes")
+    matrix.add_argument("--only", action="append", default=[], metavar="TEXT", help="groups whose name holds it")
     bench = commands.add_parser("bench-trainer", help="what the trainer costs beyond the bare loop, on the CPU")
     bench.set_defaults(function=_bench_trainer)
     bench.add_argument("--repetitions", type=int, default=40, help="steps of each kind that are measured (default 40)")

@@ -7,6 +7,7 @@ import shutil
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,9 +108,9 @@ def run_drill(
     check(faulted, out, port)
     _make_out(out)
     _say("corpus: the Python standard library's source files, as bytes")
-    _prepare_corpus(deployment, out)
-    reference = _run("reference", deployment, out=out, port=port, timeout_seconds=timeout_seconds)
-    run = _run("run", faulted, out=out, port=port, timeout_seconds=timeout_seconds)
+    prepare_corpus(deployment, out)
+    reference = run_job("reference", deployment, out=out, port=port, timeout_seconds=timeout_seconds)
+    run = run_job("run", faulted, out=out, port=port, timeout_seconds=timeout_seconds)
     report, analyses = build_report(
         run_events=read_events(run.directory),
         run_job_start=run.started_t,
@@ -138,7 +139,8 @@ def _make_out(out: Path) -> None:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror}); choose a folder that you own") from error
 
 
-def _prepare_corpus(deployment: DeploymentConfig, out: Path) -> None:
+def prepare_corpus(deployment: DeploymentConfig, out: Path) -> None:
+    """Make the drill's corpus, once for all of its runs."""
     prepare_data.prepare(
         Path(sysconfig.get_paths()["stdlib"]),
         "*.py",
@@ -153,21 +155,35 @@ def _corpus(deployment: DeploymentConfig, out: Path) -> Path:
     return out / "data" / Path(deployment.train.data.path).name
 
 
-def _link_corpus(deployment: DeploymentConfig, out: Path, shared: Path) -> None:
+def link_corpus(deployment: DeploymentConfig, out: Path, shared: Path) -> None:
     """Have one run's shared volume show the corpus at `data.path`, and nothing else of what lies outside it."""
     link = shared / deployment.train.data.path.removeprefix(f"{names.FSX_MOUNT}/")
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(os.path.relpath(_corpus(deployment, out), link.parent))
 
 
-def _run(label: str, deployment: DeploymentConfig, *, out: Path, port: int | None, timeout_seconds: float) -> Finished:
+def run_job(
+    label: str,
+    deployment: DeploymentConfig,
+    *,
+    out: Path,
+    port: int | None = None,
+    timeout_seconds: float,
+    show: Callable[[str], None] | None = None,
+) -> Finished:
+    """Train `deployment` to its end in the folder `out/label`; the corpus lies in `out` (prepare_corpus).
+
+    Raises:
+        DrillError: it has not come to its end; its logs stay.
+    """
+    say = show or _say
     shared = out / label
     shared.mkdir()
-    _link_corpus(deployment, out, shared)
-    _say(f"{label}: {deployment.job.pod_count} nodes x {deployment.job.ranks_per_node} rank, logs in {shared / 'logs'}")
+    link_corpus(deployment, out, shared)
+    say(f"{label}: {deployment.job.pod_count} nodes x {deployment.job.ranks_per_node} rank, logs in {shared / 'logs'}")
     directory = shared / deployment.train.run_directory.removeprefix(f"{names.FSX_MOUNT}/")
-    with LocalCluster(deployment, shared_directory=shared.absolute(), port=port, say=_say) as cluster:
-        _watch(cluster, directory, label=label, deployment=deployment, timeout_seconds=timeout_seconds)
+    with LocalCluster(deployment, shared_directory=shared.absolute(), port=port, say=say) as cluster:
+        _watch(cluster, directory, label=label, deployment=deployment, timeout_seconds=timeout_seconds, say=say)
         failed = [exit_ for exit_ in cluster.exited() if exit_.exit_code != 0] if cluster.failure else []
     reasons = {event["reason"] for event in read_events(directory) if event["event"] == "refused"}
     if reasons:
@@ -186,7 +202,13 @@ def _hint(logs: Path) -> str:
 
 
 def _watch(
-    cluster: LocalCluster, directory: Path, *, label: str, deployment: DeploymentConfig, timeout_seconds: float
+    cluster: LocalCluster,
+    directory: Path,
+    *,
+    label: str,
+    deployment: DeploymentConfig,
+    timeout_seconds: float,
+    say: Callable[[str], None],
 ) -> None:
     """Show what happens until every node's launcher has ended, or raise DrillError after `timeout_seconds`."""
     deadline = time.monotonic() + timeout_seconds
@@ -203,7 +225,7 @@ def _watch(
         for event in events[shown:]:
             line = _describe(event, deployment)
             if line:
-                _say(f"  {event['t'] - cluster.started_t:6.1f} s  {line}")
+                say(f"  {event['t'] - cluster.started_t:6.1f} s  {line}")
         shown = len(events)
 
 

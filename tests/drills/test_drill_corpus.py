@@ -3,7 +3,7 @@
 import pytest
 
 from config.deployment import load
-from drills.run import _corpus, _link_corpus
+from drills.run import _corpus, link_corpus
 from tests.drills.harness import write_deployment
 
 
@@ -14,7 +14,7 @@ def test_each_run_finds_the_corpus_wherever_data_path_says_and_shares_nothing_el
     _corpus(deployment, out).mkdir(parents=True)
     (_corpus(deployment, out) / "index.json").touch()
     for label in ("reference", "run"):
-        _link_corpus(deployment, out, out / label)
+        link_corpus(deployment, out, out / label)
         assert (out / label / path.removeprefix("/fsx/") / "index.json").is_file()
     # A run directory below the same folder belongs to one run alone.
     (out / "reference" / "data" / "runs").mkdir(parents=True)

@@ -8,7 +8,7 @@ import yaml
 
 from config.deployment import load
 from drills.local_cluster import LocalCluster
-from drills.run import _link_corpus, _prepare_corpus
+from drills.run import link_corpus, prepare_corpus
 from tests.drills.harness import write_deployment
 from training.checkpoint.durable import committed_steps
 from training.config import DONE_MARKER, EXIT_SIGTERM, NO_RESTART_MARKER
@@ -27,10 +27,10 @@ def test_sigterm_to_one_pod_has_every_rank_save_and_the_pod_leave_with_143(tmp_p
     document["train"]["restarts"]["in_job"]["term_timeout_seconds"] = 90  # of a loaded machine
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(document))
     deployment = load(tmp_path / "small.yaml")
-    _prepare_corpus(deployment, tmp_path)
+    prepare_corpus(deployment, tmp_path)
     shared = tmp_path / "shared"
     shared.mkdir()
-    _link_corpus(deployment, tmp_path, shared)
+    link_corpus(deployment, tmp_path, shared)
     run_directory: Path = shared / "runs/local"
     with LocalCluster(deployment, shared_directory=shared) as cluster:
         wait_for(lambda: any(event["event"] == "step" for event in _events(run_directory)))
