@@ -9,6 +9,10 @@ import math
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it takes seconds to load
+    from drills.matrix import Group
 
 
 def main() -> int:
@@ -31,16 +35,29 @@ def _bench_trainer(arguments: argparse.Namespace) -> int:
 
 
 def _matrix(arguments: argparse.Namespace) -> int:
-    from config.deployment import load
-    from drills.matrix import full_groups, markdown, quick_groups, run_matrix
-    from drills.run import DrillError
+    from drills.matrix import full_groups, quick_groups
 
     groups = [*(quick_groups() if arguments.quick else full_groups())]
     if arguments.only:
         groups = [group for group in groups if any(part in group.name for part in arguments.only)]
+    if not groups:
+        print(f"error: --only {' '.join(arguments.only)}: no group's name holds it", file=sys.stderr)
+        return 2
+    return _run_groups(arguments, groups)
+
+
+def _fuzz(arguments: argparse.Namespace) -> int:
+    from drills.matrix import random_groups
+
+    return _run_groups(arguments, [*random_groups(arguments.runs, arguments.seed)])
+
+
+def _run_groups(arguments: argparse.Namespace, groups: "list[Group]") -> int:
+    from config.deployment import load
+    from drills.matrix import markdown, run_matrix
+    from drills.run import DrillError
+
     try:
-        if not groups:
-            raise ValueError(f"--only {' '.join(arguments.only)}: no group's name holds it")
         matrix = run_matrix(load(arguments.deployment), groups, out=arguments.out, say=_say)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -102,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
     matrix.add_argument("--out", type=Path, required=True, help="folder for matrix.json, matrix.md and what failed")
     matrix.add_argument("--quick", action="store_true", help="one of each kind of healing, in a few minutes")
     matrix.add_argument("--only", action="append", default=[], metavar="TEXT", help="groups whose name holds it")
+    fuzz = commands.add_parser("fuzz", help="random schedules of faults")
+    fuzz.set_defaults(function=_fuzz)
+    fuzz.add_argument("--deployment", type=Path, default=Path("deployments/local.yaml"), help="deployment file")
+    fuzz.add_argument("--out", type=Path, required=True, help="folder for matrix.json, matrix.md and what failed")
+    fuzz.add_argument("--runs", type=int, default=200, help="how many schedules (default 200)")
+    fuzz.add_argument("--seed", type=int, required=True, help="the same seed gives the same schedules")
     bench = commands.add_parser("bench-trainer", help="what the trainer costs beyond the bare loop, on the CPU")
     bench.set_defaults(function=_bench_trainer)
     bench.add_argument("--repetitions", type=int, default=40, help="steps of each kind that are measured (default 40)")

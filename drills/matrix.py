@@ -5,6 +5,7 @@ with an undisturbed one; where they differ, every fault of the run is repeated a
 """
 
 import json
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from config.deployment import DeploymentConfig
 from drills.goodput import RunAnalysis, analyse, compare_samples
 from drills.recovery import FaultOutcome
 from drills.run import DrillError, Finished, check, prepare_corpus, run_job, with_faults
-from training.config_faults import START_MOMENTS, FaultKind, FaultSpec, Moment
+from training.config_faults import START_MOMENTS, STORAGE_KINDS, FaultKind, FaultSpec, Moment
 from training.events import read_events
 
 SAVE_STEPS = 3
@@ -38,6 +40,8 @@ _STEP_OF = {
     Moment.FINAL_SAVE: TOTAL_STEPS,
     Moment.EXIT: TOTAL_STEPS,
 }
+_ON_SAVES = (Moment.STAGING, Moment.BACKGROUND_WRITE, Moment.COMMIT)
+_AT_END = (Moment.EVALUATION, Moment.FINAL_SAVE, Moment.EXIT)
 # Kinds that strike a process wherever it is.
 PROCESS_KINDS = (
     FaultKind.EXCEPTION,
@@ -77,12 +81,16 @@ SPARE = Setup(spares=1)
 
 @dataclass(frozen=True)
 class Group:
-    """Faults that strike one run, one after the other; `also` strike the reference as well (a NaN is data, too)."""
+    """Faults that strike one run, one after the other; `also` strike the reference as well (a NaN is data, too).
+
+    `all_strike` is false for random schedules, in which one fault may keep another from its moment.
+    """
 
     name: str
     faults: tuple[FaultSpec, ...]
     setup: Setup = ALL
     also: tuple[FaultSpec, ...] = ()
+    all_strike: bool = True
 
 
 @dataclass
@@ -101,12 +109,14 @@ class Cell:
     recovered: bool
     bitwise_equal: bool
     command: str
+    must_strike: bool = True
     note: str = ""
 
     @property
     def passed(self) -> bool:
         """Struck, survived, and the final state is the undisturbed run's."""
-        return self.fired and self.recovered and self.bitwise_equal
+        survived = self.recovered if self.fired else not self.must_strike
+        return survived and self.bitwise_equal
 
 
 @dataclass
@@ -130,7 +140,8 @@ def matrix_deployment(deployment: DeploymentConfig, setup: Setup) -> DeploymentC
     """
     document = deployment.model_dump(mode="json")
     document["name"] = f"matrix-{setup.name}"
-    document["job"] |= {"spare_count": setup.spares, "backoff_limit_per_index": 20}
+    pods_come_back = 20 if "job" in setup.layers else 0
+    document["job"] |= {"spare_count": setup.spares, "backoff_limit_per_index": pods_come_back}
     train = document["train"]
     train |= {"total_steps": TOTAL_STEPS, "deterministic": True}
     train["evaluation"] = {"path": train["data"]["path"], "interval_steps": EVALUATION_STEPS, "sequences": 8}
@@ -157,7 +168,7 @@ def matrix_deployment(deployment: DeploymentConfig, setup: Setup) -> DeploymentC
         "initial_heartbeat_timeout_seconds": 90,
         "heartbeat_timeout_seconds": 70,
     }
-    restarts["job"]["max_restarts"] = 20 if "job" in setup.layers else 0
+    restarts["job"]["max_restarts"] = pods_come_back
     return DeploymentConfig.model_validate(document)
 
 
@@ -264,6 +275,29 @@ def _pair_groups() -> Iterator[Group]:
             yield Group(f"{first}-then-{second}-{moment}", (FaultSpec(kind=first, step=10, rank=0), again))
 
 
+def random_groups(runs: int, seed: int) -> Iterator[Group]:
+    """`runs` schedules of one to four faults of any kind at any moment; the same for the same seed."""
+    chance = random.Random(seed)
+    kinds = (*PROCESS_KINDS, *NODE_KINDS, *STORAGE_KINDS, FaultKind.WRITER_DEATH, FaultKind.CORRUPT_CHECKPOINT)
+    for number in range(runs):
+        faults = tuple(_random_fault(chance, kinds) for _ in range(chance.randint(1, 4)))
+        yield Group(f"seed{seed}-{number}", faults, chance.choice((ALL, ALL, IN_JOB, JOB)), all_strike=False)
+
+
+def _random_fault(chance: random.Random, kinds: tuple[FaultKind, ...]) -> FaultSpec:
+    while True:
+        kind, moment, rank = chance.choice(kinds), chance.choice(list(Moment)), chance.randrange(2)
+        step = chance.randint(0, 2) if moment in START_MOMENTS else chance.randint(1, TOTAL_STEPS)
+        if moment in _AT_END:
+            step = _STEP_OF[moment]
+        elif moment in _ON_SAVES:
+            step = max(1, step // SAVE_STEPS) * SAVE_STEPS
+        try:
+            return FaultSpec(kind=kind, step=step, rank=rank, moment=moment)
+        except ValidationError:  # a kind that can't strike at this moment
+            continue
+
+
 def run_matrix(
     deployment: DeploymentConfig, groups: Iterable[Group], *, out: Path, say: Callable[[str], None]
 ) -> Matrix:
@@ -361,6 +395,7 @@ class _Bench:
             recovered=outcome is not None and outcome.layer is not None,
             bitwise_equal=equal,
             command=self._command(group, fault),
+            must_strike=group.all_strike,
             note=problem or ("" if equal or run is None else "; ".join(_differences(run, reference))),
         )
 
@@ -403,6 +438,8 @@ def _line(cell: Cell) -> str:
     if not cell.passed:
         reason = cell.note or ("never struck" if not cell.fired else "never recovered")
         return f"{what} {reason}\n         {cell.command}"
+    if not cell.fired:
+        return f"{what} never struck"
     if cell.layer == "none":
         return f"{what} training went on"
     return f"{what} {cell.layer}, {cell.recovery_seconds:.1f} s, {cell.steps_lost} steps lost"
