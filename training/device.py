@@ -1,6 +1,5 @@
 """All that differs between a CUDA GPU and a CPU: which device, its memory, its peak, its generator's state."""
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +93,7 @@ def set_random_state(state: torch.Tensor) -> None:
 
 def check_compiler(device: torch.device) -> None:
     """Raise ValueError unless inductor can build what it makes for `device`: there must be a C compiler."""
-    candidates = [os.environ.get("CC"), "gcc", "clang"]
-    if device.type == "cuda" and not any(shutil.which(name) for name in candidates if name):
+    if device.type == "cuda" and not any(map(shutil.which, ("gcc", "clang"))):
         raise ValueError(
             "parallelism.compile: inductor needs a C compiler, and this image has none; build it for this deployment "
             "(`make image`, or --build-arg COMPILER_PACKAGES), or unset parallelism.compile"

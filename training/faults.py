@@ -46,8 +46,11 @@ class FaultInjector:
     process or another node taking over the rank does not strike it again.
     """
 
-    def __init__(self, faults: tuple[FaultSpec, ...], *, run_directory: Path, rank: int, events: EventLog) -> None:
+    def __init__(
+        self, faults: tuple[FaultSpec, ...], *, run_directory: Path, rank: int, node: int, events: EventLog
+    ) -> None:
         self._faults = [(index, fault) for index, fault in enumerate(faults) if fault.rank == rank]
+        self._node = node
         self._markers = run_directory / "faults"
         self._events = events
         self.targets: Targets | None = None
@@ -88,7 +91,7 @@ class FaultInjector:
 
     def _strike(self, index: int, fault: FaultSpec) -> None:
         if fault.kind in CLUSTER_KINDS:
-            _ask_cluster(self._markers / f"{index}.request", fault)
+            _ask_cluster(self._markers / f"{index}.request", fault, self._node)
         elif fault.kind in STORAGE_KINDS:
             writer = self._reach().saver.writer
             writer.open_file = FaultyFiles(fault.kind, fault.seconds, self._markers / f"{index}.struck")
@@ -285,10 +288,10 @@ _STRIKES: dict[FaultKind, Callable[[FaultSpec, FaultInjector], Any]] = {
 }
 
 
-def _ask_cluster(request: Path, fault: FaultSpec) -> None:
-    """Leave the wish where the drill's cluster looks; of what kills this node, this process hears no more."""
+def _ask_cluster(request: Path, fault: FaultSpec, node: int) -> None:
+    """Leave the wish where the drill's cluster looks; of what kills `node`, this process hears no more."""
     half_written = request.with_suffix(".part")
-    half_written.write_text(json.dumps({"kind": fault.kind, "node": int(os.environ["GROUP_RANK"])}))
+    half_written.write_text(json.dumps({"kind": fault.kind, "node": node}))
     half_written.rename(request)
     if fault.kind is not FaultKind.CONTROL_DEATH:
         time.sleep(_REQUEST_SECONDS)

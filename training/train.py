@@ -53,7 +53,8 @@ def main() -> int:
     events.write("process_start", created_t=psutil.Process().create_time(), world_size=world_size, settings=settings)
     stop = StopRequest(config)
     stop.listen()
-    faults = FaultInjector(config.faults, run_directory=Path(config.run_directory), rank=rank, events=events)
+    node = int(os.environ.get("GROUP_RANK", "0"))
+    faults = FaultInjector(config.faults, run_directory=Path(config.run_directory), rank=rank, node=node, events=events)
     faults.at(Moment.IMPORT)
     return _train(config, events, stop, faults, rank=rank, world_size=world_size, cycle=cycle)
 

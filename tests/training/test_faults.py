@@ -29,7 +29,9 @@ from training.faults import _STRIKES, FaultInjector, FaultyFiles, InjectedFaultE
 
 
 def injector(tmp_path, *faults, rank=0, cycle=0) -> FaultInjector:
-    return FaultInjector(faults, run_directory=tmp_path, rank=rank, events=EventLog(tmp_path, rank=rank, cycle=cycle))
+    return FaultInjector(
+        faults, run_directory=tmp_path, rank=rank, node=3, events=EventLog(tmp_path, rank=rank, cycle=cycle)
+    )
 
 
 def test_an_exception_strikes_once_even_when_the_step_is_replayed_by_a_new_process(tmp_path):
@@ -201,8 +203,7 @@ def test_storage_that_stalls_has_written_in_the_end(tmp_path):
     assert (tmp_path / "shard").read_bytes() == b"x"
 
 
-def test_the_loss_of_a_node_is_asked_of_the_cluster(tmp_path, monkeypatch):
-    monkeypatch.setenv("GROUP_RANK", "3")
+def test_the_loss_of_a_node_is_asked_of_the_cluster(tmp_path):
     process = in_child(tmp_path, FaultSpec(kind="node_death", step=1, rank=0))
     request = tmp_path / "faults/0.request"
     while not request.exists():
@@ -235,8 +236,9 @@ def test_gpu_faults_end_or_block_the_device(tmp_path, kind):
         "from pathlib import Path; from training.config_faults import *; from training.events import EventLog;"
         "from training.faults import FaultInjector; import torch;"
         f"f=FaultSpec(kind='{kind}', step=1, rank=0);"
-        f"FaultInjector((f,), run_directory=Path('{tmp_path}'), rank=0, events=EventLog(Path('{tmp_path}'), rank=0,"
-        " cycle=0)).at(f.moment, 1); torch.cuda.synchronize()"
+        f"events=EventLog(Path('{tmp_path}'), rank=0, cycle=0);"
+        f"FaultInjector((f,), run_directory=Path('{tmp_path}'), rank=0, node=0, events=events)"
+        ".at(f.moment, 1); torch.cuda.synchronize()"
     )
     process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
     try:

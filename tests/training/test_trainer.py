@@ -102,7 +102,7 @@ def attempt(rank: int, config: TrainConfig, told_to_stop_by: int | None = None) 
         store=dist.PrefixStore("trainer", store),
         events=events,
         monitor=RankMonitor(enabled=False),
-        faults=FaultInjector(config.faults, run_directory=run_directory, rank=rank, events=events),
+        faults=FaultInjector(config.faults, run_directory=run_directory, rank=rank, node=0, events=events),
         saver=Saver(rank=rank, device=torch.device("cpu")),
         stop=stop,
     )
