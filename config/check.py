@@ -236,11 +236,14 @@ def main(argv: list[str] | None = None) -> int:
     files: list[Path] = arguments.files
     try:
         if arguments.template:
-            findings = template_findings({path.name.partition(".")[0]: _template(path) for path in files})
+            findings = template_findings(_templates(files))
         else:
             findings = [finding for path in files for finding in check(read(path), path.stem)]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RecursionError:
+        print(f"error: {', '.join(map(str, files))}: nested too deeply to be read; nothing real is", file=sys.stderr)
         return 2
     named = ", ".join(map(str, files))
     if arguments.json:
@@ -253,6 +256,17 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if findings else 0
 
 
+def _templates(files: list[Path]) -> dict[str, Any]:
+    """The templates by stack name, which is the file's name up to its first dot."""
+    templates: dict[str, Any] = {}
+    for path in files:
+        name = path.name.partition(".")[0]
+        if name in templates:
+            raise ValueError(f"{path}: a second template named {name}; check one deployment at a time")
+        templates[name] = _template(path)
+    return templates
+
+
 def _template(path: Path) -> dict[str, Any]:
     try:
         template = json.loads(path.read_text())
@@ -262,7 +276,7 @@ def _template(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not JSON ({error}); convert a YAML template first") from error
     resources = template.get("Resources") if isinstance(template, dict) else None
     if not isinstance(resources, dict) or not all(
-        isinstance(one, dict) and "Type" in one for one in resources.values()
+        isinstance(one, dict) and isinstance(one.get("Type"), str) for one in resources.values()
     ):
         raise ValueError(f"{path}: no CloudFormation template; it has no Resources, each with a Type")
     return template

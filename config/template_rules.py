@@ -16,7 +16,7 @@ from config.rules.template import Templates
 def template_findings(templates: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     """All findings in the templates of one deployment, which are given by stack name."""
     resolved = Templates(templates)
-    findings: list[Finding] = []
+    findings = list(resolved.findings)
     for group in node_groups(resolved):
         for rule in (*launch.RULES, *interfaces.RULES, *network.RULES, *cluster.GROUP_RULES):
             findings += rule(group)

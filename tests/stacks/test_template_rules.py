@@ -515,6 +515,6 @@ def test_templates_of_others_with_references_in_any_form_are_read():
         }
     }
     resolved = Templates(templates)
-    assert resolved.target("${mine/Template}") is resolved.resources["mine/Template"]
+    assert resolved.target("${mine/Template}", "AWS::EC2::LaunchTemplate") is resolved.resources["mine/Template"]
     assert resolved.resources["mine/Group"].depends_on == {"mine/Template"}
     assert [finding.path for finding in template_findings(templates)] == ["mine/Role.ManagedPolicyArns"] * 2
