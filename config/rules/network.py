@@ -32,9 +32,8 @@ def permissions(templates: Templates, group: str, direction: str) -> list[Permis
     Both ways to write one: within the group, and as a resource of its own. CDK writes the former only for ranges, and
     drops an egress rule to a group, with a warning, while the group allows all outbound traffic.
     """
-    resource = templates.resources.get(group)
-    within = resource is not None and resource.type == "AWS::EC2::SecurityGroup"
-    rules = list(resource.properties.get(f"SecurityGroup{direction}", [])) if within else []
+    resource = templates.target(f"${{{group}}}", "AWS::EC2::SecurityGroup")
+    rules = list(resource.properties.get(f"SecurityGroup{direction}", [])) if resource else []
     rules += [
         rule.properties
         for rule in templates.of_type(f"AWS::EC2::SecurityGroup{direction}")

@@ -128,13 +128,11 @@ class Shaper:
 
     def shaped(self, value: Any, shape: Shape, path: str) -> Any:
         """`value` in `shape`; LATE at every place where it is known only at deploy, or wrong."""
-        match shape:
-            case dict():
-                return self._mapping(value, shape, path)
-            case [inner]:
-                return self._list(value, inner, path, one_will_do=isinstance(shape, tuple))
-            case _:
-                return self._scalar(value, shape, path)
+        if isinstance(shape, dict):
+            return self._mapping(value, shape, path)
+        if isinstance(shape, list | tuple):
+            return self._list(value, shape[0], path, one_will_do=isinstance(shape, tuple))
+        return self._scalar(value, shape, path)
 
     def _mapping(self, value: Any, shape: dict[str, Shape], path: str) -> dict[str, Any]:
         if not isinstance(value, dict) or is_intrinsic(value):
