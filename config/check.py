@@ -9,6 +9,7 @@ list of {path, value, rule, fix, source}, all of them text, in the order of the 
 
 import argparse
 import copy
+import io
 import json
 import re
 import sys
@@ -234,6 +235,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="a list of {path, value, rule, fix, source} on stdout")
     arguments = parser.parse_args(argv)
     files: list[Path] = arguments.files
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # half a surrogate pair is valid JSON, and no UTF-8
     try:
         if arguments.template:
             findings = template_findings(_templates(files))

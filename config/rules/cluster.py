@@ -281,11 +281,14 @@ def no_full_access(templates: Templates) -> Iterator[Finding]:
 def node_role_policies(group: NodeGroup) -> Iterator[Finding]:
     """Without them a node does not join, or pulls no image."""
     role = group.templates.target(group.group.properties.get("NodeRole"), "AWS::IAM::Role")
-    attached = ", ".join(role.properties.get("ManagedPolicyArns", [])) if role else LATE
-    if role is None or LATE in attached:
+    if role is None:
+        return
+    # arn:${AWS::Partition}:iam::aws:policy/NAME says which policy it is, ${Parameter} or ${Stack}-nodes does not.
+    attached = [re.sub(r"\$\{[^}]*\}", "?", arn) for arn in role.properties.get("ManagedPolicyArns", [])]
+    if any("?" in arn.rpartition("/")[2] for arn in attached):
         return
     for wanted in ("AmazonEKSWorkerNodePolicy", "AmazonEC2ContainerRegistry"):
-        if wanted not in attached:
+        if not any(wanted in arn for arn in attached):
             yield Finding(
                 role.at("ManagedPolicyArns"),
                 f"no {wanted}",

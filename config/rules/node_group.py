@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.instances import INSTANCE_TYPES, InstanceType
-from config.rules.shapes import LATE, is_late
+from config.rules.shapes import LATE, SHAPES, Shaper, is_late
 from config.rules.template import Resource, Templates
 
 EFA_TYPES = ("efa", "efa-only")
+_ELSEWHERE = Shaper().shaped(LATE, SHAPES["AWS::EC2::LaunchTemplate"]["LaunchTemplateData"], "")
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """One AWS::EKS::Nodegroup; without a launch template of this deployment, `data` is empty."""
+    """One AWS::EKS::Nodegroup, with its launch template where that stands in these templates."""
 
     templates: Templates
     group: Resource
@@ -21,8 +22,10 @@ class NodeGroup:
 
     @property
     def data(self) -> dict[str, Any]:
-        """LaunchTemplateData."""
-        return {} if self.launch_template is None else self.launch_template.properties.get("LaunchTemplateData", {})
+        """LaunchTemplateData; LATE throughout where the launch template is somebody else's, empty without one."""
+        if self.launch_template is not None:
+            return self.launch_template.properties.get("LaunchTemplateData", {})
+        return _ELSEWHERE if self.group.properties.get("LaunchTemplate") else {}
 
     @property
     def interfaces(self) -> list[dict[str, Any]]:

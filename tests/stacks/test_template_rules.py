@@ -47,7 +47,8 @@ def findings_in_the_source():
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
         for node in ast.walk(function):
-            if isinstance(node, ast.Yield) and isinstance(node.value, ast.Call):
+            call = node.value if isinstance(node, ast.Yield) else None
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "Finding":
                 yield function.name, node.lineno, node.end_lineno
 
 
