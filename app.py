@@ -1,7 +1,6 @@
 """CDK entry: reads the context, loads one deployment file and declares its stacks."""
 
 import json
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import Any
 
 import aws_cdk as cdk
 
+from config.check import check
 from config.cluster import ClusterConfig
 from config.deployment import DeploymentConfig, load
+from config.document import read
 from config.template_rules import refuse
 from stacks.cluster import ClusterStack
 from stacks.image import ImageStack
@@ -40,7 +41,7 @@ def build(app: cdk.App, deployment: DeploymentConfig) -> Stacks:
     """Declare every stack of `deployment` in `app`.
 
     Raises:
-        ValueError: the deployment has no cluster section, or its name can't begin a stack's name.
+        ValueError: the deployment has no cluster section.
     """
     config = _buildable(deployment)
     # The region is fixed and the account is not: zones are named in the file, and whoever deploys owns the account.
@@ -83,11 +84,6 @@ def _buildable(deployment: DeploymentConfig) -> ClusterConfig:
             f"deployment {deployment.name} has no cluster section, so there is nothing to build on AWS; "
             "add one (see deployments/p5-2node.yaml) or choose another deployment with -c deployment=NAME"
         )
-    if not re.fullmatch(r"[A-Za-z][-A-Za-z0-9]{0,99}", deployment.name):
-        raise ValueError(
-            f"deployment {deployment.name!r} can't begin a stack's name (letters, digits and hyphens, a letter first); "
-            "rename the file"
-        )
     return config
 
 
@@ -105,7 +101,7 @@ def main() -> None:
         builtin_cloud_formation_validation=False,
     )
     try:
-        build(app, load(_deployment_path(app.node.try_get_context("deployment"))))
+        build(app, _load(_deployment_path(app.node.try_get_context("deployment"))))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -116,6 +112,16 @@ def main() -> None:
     for stack in stacks:
         count, kib = len(templates[stack.id]["Resources"]), len(texts[stack.id]) // 1024
         print(f"{stack.stack_name}: {count} of {MAX_RESOURCES} resources, {kib} of {MAX_TEMPLATE_KIB} KiB")
+
+
+def _load(path: Path) -> DeploymentConfig:
+    """The deployment; or a ValueError with a line for everything that is wrong with it (config/check.py)."""
+    findings = check(read(path), path.stem)
+    if findings:
+        raise ValueError(
+            "\n".join(f"{path}: {one.path}: {one.value or 'empty'}: {one.rule}; {one.fix}" for one in findings)
+        )
+    return load(path)
 
 
 def _check_templates(templates: dict[str, Any]) -> None:

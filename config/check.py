@@ -20,7 +20,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from config.deployment import DeploymentConfig, read
+from config.deployment import DeploymentConfig
+from config.document import read
 from config.finding import Finding
 from config.template_rules import template_findings
 
@@ -98,9 +99,16 @@ _SOURCES = {
     "": "deployments/schema.json, training/config.py",
 }
 
-# Fixes for pydantic's own errors, whose text is the rule alone.
+# pydantic's own errors in a reader's words, and their fixes: its text is the rule alone.
+_RULES = {
+    "missing": "is needed",
+    "extra_forbidden": "unknown key",
+    "model_type": "must be a section with settings of its own",
+    "union_tag_not_found": "needs a kind",
+}
 _FIXES = {
     "missing": "add it",
+    "model_type": "write its settings below it, as deployments/p5-2node.yaml does",
     "extra_forbidden": "check its spelling against deployments/schema.json; an unknown key would be ignored",
     "literal_error": "choose one of those",
     "union_tag_invalid": "choose one of those",
@@ -141,10 +149,9 @@ def _problems(item: Any, document: dict[str, Any]) -> Iterator[Finding]:
     for message in item["msg"].removeprefix("Value error, ").splitlines():
         path = _named_field(_place(item["loc"], document), message, document)
         rule, _, fix = message.partition("; ")
-        if item["type"] == "extra_forbidden":
-            rule = "unknown key"
-        # "Input should be greater than 0" is a rule; "make it greater than 0" is what to do about it.
+        # "Input should be greater than 0" is pydantic's rule; "make it greater than 0" is what to do about it.
         wanted = re.sub(r"^Input should be ", "", rule).partition(", unable")[0]
+        rule = _RULES.get(item["type"], re.sub(r"^Input should be ", "must be ", rule))
         fix = fix.replace("known: ", "choose one of ") or _FIXES.get(item["type"], f"make it {wanted}")
         yield Finding(path or "(top level)", _shown(document, path), rule, fix, _source(path))
 
@@ -193,7 +200,8 @@ def _shown(document: dict[str, Any], path: str) -> str:
     value = _get(document, path)
     if value is None:
         return "not given"
-    return "(section)" if isinstance(value, dict) else json.dumps(value, default=str)
+    text = "(section)" if isinstance(value, dict) else json.dumps(value, default=str)
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def _source(path: str) -> str:

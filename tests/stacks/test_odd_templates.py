@@ -78,7 +78,8 @@ def test_whatever_stands_in_the_place_of_a_part_of_a_template_no_rule_fails_on_i
         below = [whole, *places_below(templates, whole)]
         put(templates, data.draw(st.sampled_from(below), label="place"), data.draw(ODD, label="value"))
     for finding in template_findings(templates["templates"]):
-        assert all(isinstance(text, str) and text for text in vars(finding).values()), finding
+        assert all(isinstance(text, str) for text in vars(finding).values()), finding
+        assert all((finding.path, finding.rule, finding.fix, finding.source)), finding
 
 
 def places_below(templates, path):
