@@ -48,6 +48,8 @@ FSX_MAX_BACKUP_DAYS = 90
 
 # EC2 user guide, "Capacity Blocks for ML": 1 to 64 instances a block.
 CAPACITY_BLOCK_MAX_NODES = 64
+# Root volumes of the system nodes.
+SYSTEM_ROOT_GIB = 50
 # One whole interface's worth, which the VPC CNI keeps warm on every node; EC2 keeps five addresses of every subnet.
 WARM_ADDRESSES_PER_NODE = 50
 AWS_RESERVED_ADDRESSES = 5

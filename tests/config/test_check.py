@@ -157,7 +157,14 @@ MISTAKES = {
         "set addons.dcgm_exporter to true",
     ),
     "a file system given beside one to be built": (
-        {"job.storage": {"file_system_id": "fs-0123456789abcdef0", "mount_name": "abcd", "capacity_gib": 1200}},
+        {
+            "job.storage": {
+                "file_system_id": "fs-0123456789abcdef0",
+                "dns_name": "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com",
+                "mount_name": "abcd",
+                "capacity_gib": 1200,
+            }
+        },
         "job.storage",
         "remove it",
     ),
