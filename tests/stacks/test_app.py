@@ -47,6 +47,32 @@ def test_two_real_synths_without_network_or_credentials_are_byte_identical(cdk_c
     assert [path for path in files(first) if not filecmp.cmp(first / path, second / path, shallow=False)] == []
 
 
+def test_all_deployments_come_out_of_one_process_as_the_cdk_command_line_writes_them(
+    cdk_command, offline_environment, tmp_path
+):
+    """`make synth DEPLOYMENT=all`."""
+    everything = subprocess.run(
+        [sys.executable, "app.py", "--all", str(tmp_path / "all")],
+        cwd=ROOT,
+        env=offline_environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert everything.returncode == 0, everything.stderr
+    with_cluster = [path.stem for path in (ROOT / "deployments").glob("*.yaml") if load(path).cluster is not None]
+    assert {path.name for path in (tmp_path / "all").iterdir()} == set(with_cluster)
+    assert everything.stdout.count(" of 500 resources, ") == 5 * len(with_cluster)
+    one = start_synth(cdk_command, tmp_path / "one", offline_environment)
+    said, _ = one.communicate(timeout=240)
+    assert one.returncode == 0, said
+    templates = sorted((tmp_path / "one").glob("*.template.json"))
+    assert len(templates) == 5
+    for template in templates:
+        assert template.read_text() == (tmp_path / "all/p5-2node" / template.name).read_text()
+
+
 def test_assembly_needs_no_lookup_and_no_account(templates):
     for template in templates.values():
         text = json.dumps(template.to_json())
