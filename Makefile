@@ -21,9 +21,13 @@ setup: $(READY)  ## install everything into .venv and node_modules (runs by itse
 $(READY): bootstrap.py requirements.txt requirements-dev.txt training/requirements.txt package.json package-lock.json
 	@$(PYTHON) bootstrap.py
 
-synth: $(READY)  ## CloudFormation templates into cdk.out/, offline, without credentials
+synth: $(READY)  ## CloudFormation templates into cdk.out/, offline; DEPLOYMENT=all: of every deployment
+ifeq ($(DEPLOYMENT),all)
+	@$(BIN)/python app.py --all cdk.out
+else
 	@PATH="$(CURDIR)/$(BIN):$$PATH" npx --no-install cdk synth --quiet --context deployment=$(DEPLOYMENT)
 	@echo "cdk.out: $$(ls cdk.out/*.template.json | wc -l) templates"
+endif
 
 manifests: $(READY)  ## Kubernetes manifests into dist/<deployment>/
 	@$(BIN)/python -m k8s.main --deployment $(FILE) --out dist/$(DEPLOYMENT) $(if $(IMAGE),--image $(IMAGE))

@@ -9,6 +9,7 @@ list of {path, value, rule, fix, source}, all of them text, in the order of the 
 
 import argparse
 import copy
+import io
 import json
 import re
 import sys
@@ -19,7 +20,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from config.deployment import DeploymentConfig, read
+from config.deployment import DeploymentConfig
+from config.document import read
 from config.finding import Finding
 from config.template_rules import template_findings
 
@@ -97,9 +99,16 @@ _SOURCES = {
     "": "deployments/schema.json, training/config.py",
 }
 
-# Fixes for pydantic's own errors, whose text is the rule alone.
+# pydantic's own errors in a reader's words, and their fixes: its text is the rule alone.
+_RULES = {
+    "missing": "is needed",
+    "extra_forbidden": "unknown key",
+    "model_type": "must be a section with settings of its own",
+    "union_tag_not_found": "needs a kind",
+}
 _FIXES = {
     "missing": "add it",
+    "model_type": "write its settings below it, as deployments/p5-2node.yaml does",
     "extra_forbidden": "check its spelling against deployments/schema.json; an unknown key would be ignored",
     "literal_error": "choose one of those",
     "union_tag_invalid": "choose one of those",
@@ -140,10 +149,9 @@ def _problems(item: Any, document: dict[str, Any]) -> Iterator[Finding]:
     for message in item["msg"].removeprefix("Value error, ").splitlines():
         path = _named_field(_place(item["loc"], document), message, document)
         rule, _, fix = message.partition("; ")
-        if item["type"] == "extra_forbidden":
-            rule = "unknown key"
-        # "Input should be greater than 0" is a rule; "make it greater than 0" is what to do about it.
+        # "Input should be greater than 0" is pydantic's rule; "make it greater than 0" is what to do about it.
         wanted = re.sub(r"^Input should be ", "", rule).partition(", unable")[0]
+        rule = _RULES.get(item["type"], re.sub(r"^Input should be ", "must be ", rule))
         fix = fix.replace("known: ", "choose one of ") or _FIXES.get(item["type"], f"make it {wanted}")
         yield Finding(path or "(top level)", _shown(document, path), rule, fix, _source(path))
 
@@ -192,7 +200,8 @@ def _shown(document: dict[str, Any], path: str) -> str:
     value = _get(document, path)
     if value is None:
         return "not given"
-    return "(section)" if isinstance(value, dict) else json.dumps(value, default=str)
+    text = "(section)" if isinstance(value, dict) else json.dumps(value, default=str)
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def _source(path: str) -> str:
@@ -234,13 +243,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="a list of {path, value, rule, fix, source} on stdout")
     arguments = parser.parse_args(argv)
     files: list[Path] = arguments.files
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # half a surrogate pair is valid JSON, and no UTF-8
     try:
         if arguments.template:
-            findings = template_findings({path.name.partition(".")[0]: _template(path) for path in files})
+            findings = template_findings(_templates(files))
         else:
             findings = [finding for path in files for finding in check(read(path), path.stem)]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RecursionError:
+        print(f"error: {', '.join(map(str, files))}: nested too deeply to be read; nothing real is", file=sys.stderr)
         return 2
     named = ", ".join(map(str, files))
     if arguments.json:
@@ -253,6 +267,17 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if findings else 0
 
 
+def _templates(files: list[Path]) -> dict[str, Any]:
+    """The templates by stack name, which is the file's name up to its first dot."""
+    templates: dict[str, Any] = {}
+    for path in files:
+        name = path.name.partition(".")[0]
+        if name in templates:
+            raise ValueError(f"{path}: a second template named {name}; check one deployment at a time")
+        templates[name] = _template(path)
+    return templates
+
+
 def _template(path: Path) -> dict[str, Any]:
     try:
         template = json.loads(path.read_text())
@@ -262,7 +287,7 @@ def _template(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not JSON ({error}); convert a YAML template first") from error
     resources = template.get("Resources") if isinstance(template, dict) else None
     if not isinstance(resources, dict) or not all(
-        isinstance(one, dict) and "Type" in one for one in resources.values()
+        isinstance(one, dict) and isinstance(one.get("Type"), str) for one in resources.values()
     ):
         raise ValueError(f"{path}: no CloudFormation template; it has no Resources, each with a Type")
     return template

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from ipaddress import AddressValueError, IPv4Network, NetmaskValueError
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -48,6 +48,8 @@ FSX_MAX_BACKUP_DAYS = 90
 
 # EC2 user guide, "Capacity Blocks for ML": 1 to 64 instances a block.
 CAPACITY_BLOCK_MAX_NODES = 64
+# Root volumes of the system nodes.
+SYSTEM_ROOT_GIB = 50
 # One whole interface's worth, which the VPC CNI keeps warm on every node; EC2 keeps five addresses of every subnet.
 WARM_ADDRESSES_PER_NODE = 50
 AWS_RESERVED_ADDRESSES = 5
@@ -83,13 +85,27 @@ class _Reserved(Config):
         return value
 
 
-class OnDemand(Config):
+class _Unreserved(Config):
+    """What the two kinds without a reservation share: nobody means to pay for one and not to use it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_reservation(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "reservation_id" in data:
+            raise ValueError(
+                f"reservation_id {data['reservation_id']}: {data.get('kind', 'on_demand')} instances never run in a "
+                "reservation, which is paid for all the same; remove it, or set kind to odcr or capacity_block"
+            )
+        return data
+
+
+class OnDemand(_Unreserved):
     """Pay as you go, in a cluster placement group of the deployment's own."""
 
     kind: Literal["on_demand"] = "on_demand"
 
 
-class Spot(Config):
+class Spot(_Unreserved):
     """Spare capacity that EC2 may take back with two minutes' notice; any free host of the zone, no placement group."""
 
     kind: Literal["spot"]

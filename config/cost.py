@@ -1,29 +1,29 @@
 """What a deployment costs at list price, per hour and month: `python -m config.cost FILE [--json]`.
 
 Only what runs around the clock by the deployment file itself. An item without a price is named, never guessed.
---json prints {deployment, region, lines, usd_per_hour, complete}; each line is {name, quantity, usd_per_hour, source,
-date, quotes_aws, note}, the last five null without a price. `complete` is false where the sum lacks a line.
+--json prints {deployment, region, lines, usd_per_hour, complete}; each line is {name, quantity, usd_per_hour, title,
+url, date, quotes_aws, note}, the last six null without a price. `complete` is false where the sum lacks a line.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from config.cluster import CapacityBlock, ClusterConfig, Spot
+from config.cluster import SYSTEM_ROOT_GIB, CapacityBlock, ClusterConfig, Spot
 from config.deployment import DeploymentConfig, load
-from config.prices import HOURS_PER_MONTH, Price, price
+from config.prices import HOURS_PER_MONTH, Price, Source, price
 
 # Interface endpoints without a way out (stacks/network.py, ENDPOINTS: a test compares), each in both zones.
 ENDPOINT_COUNT = 15
 ZONE_COUNT = 2
 
 NOT_COUNTED = (
-    "traffic (NAT, between zones, to the internet), EBS root volumes, S3, ECR, KMS, logs, metrics, alarms, FSx "
-    "metadata IOPS and backups, image builds, tax, and discounts"
+    "traffic (NAT, between zones, to the internet), S3, ECR, KMS, logs, metrics, alarms, backups of FSx and what "
+    "it may take for metadata IOPS that it scales itself, image builds, tax, and discounts"
 )
 UPFRONT = (
     "a Capacity Block is paid in full when it is booked, at that day's price, and for all its days whether used or not"
@@ -77,6 +77,10 @@ def _items(deployment: DeploymentConfig, cluster: ClusterConfig) -> Iterator[Ite
         storage.capacity_gib,
         price(f"fsx {storage.throughput_mb_per_tib}", region),
     )
+    if storage.metadata_iops is not None:
+        yield Item(f"FSx metadata, {storage.metadata_iops} IOPS", storage.metadata_iops, price("fsx iops", region))
+    root_gib = job.pod_count * cluster.root_volume_gib + system.node_count * SYSTEM_ROOT_GIB
+    yield Item(f"EBS root volumes, {root_gib} GiB of gp3", root_gib, price("gp3", region))
 
 
 def _market(cluster: ClusterConfig) -> str:
@@ -110,12 +114,12 @@ def report(deployment: DeploymentConfig) -> str:
         lines.append(f"  {UPFRONT}")
     lines.append("sources:")
     for row in dict.fromkeys(item.price for item in bill if item.price is not None):
-        doubt = "" if row.quotes_aws else f"; UNVERIFIED, {row.note}"
-        lines.append(f"  {row.item}: {row.source}, {row.date}{doubt}")
+        source = row.source
+        remark = f"; {source.note}" if source.note else ""
+        doubt = "" if source.quotes_aws else "; UNVERIFIED"
+        lines.append(f"  {row.item}: {source.title}, {source.date}{doubt}{remark}\n    {source.url}")
     lines.append(f"not counted: {NOT_COUNTED}")
-    lines.append(
-        "none was read on AWS's pages by this project: check today's at https://calculator.aws before you deploy"
-    )
+    lines.append("none was read live, on AWS's pages: check today's at https://calculator.aws before you deploy")
     return "\n".join(lines)
 
 
@@ -131,7 +135,7 @@ def summary(deployment: DeploymentConfig) -> dict[str, Any]:
                 "name": item.name,
                 "quantity": item.quantity,
                 "usd_per_hour": item.usd_per_hour,
-                **{field: getattr(item.price, field, None) for field in ("source", "date", "quotes_aws", "note")},
+                **{field.name: item.price and getattr(item.price.source, field.name) for field in fields(Source)},
             }
             for item in bill
         ],
@@ -143,7 +147,8 @@ def summary(deployment: DeploymentConfig) -> dict[str, Any]:
 def _line(item: Item) -> str:
     if item.usd_per_hour is None:
         return f"  {item.name:<52}{'no price known':>24}"
-    return _amounts(item.name, item.usd_per_hour, "" if item.price is None or item.price.quotes_aws else "  unverified")
+    sure = item.price is not None and item.price.source.quotes_aws
+    return _amounts(item.name, item.usd_per_hour, "" if sure else "  unverified")
 
 
 def _amounts(name: str, usd_per_hour: float, remark: str = "") -> str:

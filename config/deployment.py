@@ -1,14 +1,14 @@
 """One deployment file, parsed once into a frozen object: cluster, job and training run, checked across sections."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from config import names
 from config.cluster import ClusterConfig, raise_together
+from config.document import read
 from config.job import JobConfig
 from config.worker import worker_resources
 from training.config import Config, TrainConfig, describe_errors
@@ -29,6 +29,11 @@ class DeploymentConfig(Config):
 
     def _contradictions(self) -> Iterator[str]:
         if self.cluster is not None:
+            if not re.fullmatch(r"[A-Za-z][-A-Za-z0-9]{0,99}", self.name):
+                yield (
+                    f"name {self.name} can't begin a stack's name, which has letters, digits and hyphens, a letter "
+                    "first; rename the file"
+                )
             if self.job.instance is None:
                 yield "job.instance_type is needed when there is a cluster section; name the GPU nodes' type"
             if self.job.storage is not None:
@@ -78,20 +83,3 @@ def load(path: Path) -> DeploymentConfig:
         return DeploymentConfig.model_validate({"name": path.stem, **document})
     except ValidationError as error:
         raise ValueError("\n".join(f"{path}: {line}" for line in describe_errors(error).splitlines())) from error
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A deployment file's content, not yet checked.
-
-    Raises:
-        ValueError: the file is missing or is no YAML mapping.
-    """
-    try:
-        document = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); see deployments/ for the shipped ones") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"{path}: must be a mapping with the keys job, train and optionally cluster")
-    return document

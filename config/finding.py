@@ -15,4 +15,5 @@ class Finding:
 
     def __str__(self) -> str:
         """The finding on four short lines, for people; `--json` gives the fields."""
-        return f"{self.path}: {self.value}\n    rule: {self.rule}\n    fix:  {self.fix}\n    see:  {self.source}"
+        first = f"{self.path}: {self.value or 'empty'}"
+        return f"{first}\n    rule: {self.rule}\n    fix:  {self.fix}\n    see:  {self.source}"

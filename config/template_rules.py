@@ -4,7 +4,7 @@ cfn-lint finds 2 of the 17 defects that its tests seed (docs/decisions.md); ever
 documentation or from somebody's failed deployment, linked in each finding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from config.finding import Finding
@@ -16,16 +16,19 @@ from config.rules.template import Templates
 def template_findings(templates: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     """All findings in the templates of one deployment, which are given by stack name."""
     resolved = Templates(templates)
-    findings: list[Finding] = []
-    for group in node_groups(resolved):
+    return [*resolved.findings, *(finding for _, about in applied_rules(resolved) for finding in about)]
+
+
+def applied_rules(templates: Templates) -> Iterator[tuple[Callable[..., Iterator[Finding]], Iterator[Finding]]]:
+    """(rule, what it finds) for every rule and every thing in the templates that it is about."""
+    for group in node_groups(templates):
         for rule in (*launch.RULES, *interfaces.RULES, *network.RULES, *cluster.GROUP_RULES):
-            findings += rule(group)
-    for fs in file_system.file_systems(resolved):
+            yield rule, rule(group)
+    for fs in file_system.file_systems(templates):
         for rule in file_system.RULES:
-            findings += rule(fs)
+            yield rule, rule(fs)
     for rule in cluster.RULES:
-        findings += rule(resolved)
-    return findings
+        yield rule, rule(templates)
 
 
 def refuse(templates: Mapping[str, Mapping[str, Any]]) -> None:

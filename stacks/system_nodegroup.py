@@ -6,11 +6,9 @@ from aws_cdk import aws_iam as iam
 from constructs import Construct
 
 from config import names
-from config.cluster import ClusterConfig
+from config.cluster import SYSTEM_ROOT_GIB, ClusterConfig
 from stacks.network import NetworkStack
 from stacks.nodes import ROOT_DEVICE, encrypted_root, metadata_options
-
-SYSTEM_ROOT_GIB = 50
 
 
 class SystemNodegroup(Construct):

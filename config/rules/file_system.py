@@ -13,7 +13,7 @@ from config.cluster import (
 from config.finding import Finding
 from config.rules.network import open_to_itself, permissions
 from config.rules.node_group import node_groups
-from config.rules.template import Resource, Templates, is_literal, number, reference
+from config.rules.template import Resource, Templates, is_literal, reference
 
 _FILE_SYSTEM = (
     "https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/"
@@ -57,7 +57,8 @@ class FileSystem:
     def security_groups(self) -> list[str]:
         """Keys of its security groups that stand in these templates."""
         keys = [reference(item)[0] for item in self.resource.properties.get("SecurityGroupIds", [])]
-        return [key for key in keys if key in self.templates.resources]
+        found = [self.templates.resources.get(key or "") for key in keys]
+        return [group.key for group in found if group is not None and group.type == "AWS::EC2::SecurityGroup"]
 
     def at(self, field: str) -> str:
         """Path of a field of LustreConfiguration, for a finding."""
@@ -80,7 +81,7 @@ def persistent_2(fs: FileSystem) -> Iterator[Finding]:
 def version(fs: FileSystem) -> Iterator[Finding]:
     """2.10, the service's default, fails to mount on Amazon Linux 2023; 2.12 has no metadata configuration."""
     given = fs.resource.properties.get("FileSystemTypeVersion")
-    if is_literal(given) and str(given) != _LUSTRE_VERSION:
+    if is_literal(given) and given != _LUSTRE_VERSION:
         yield Finding(
             fs.resource.at("FileSystemTypeVersion"),
             str(given),
@@ -92,7 +93,7 @@ def version(fs: FileSystem) -> Iterator[Finding]:
 
 def throughput(fs: FileSystem) -> Iterator[Finding]:
     """Four steps."""
-    given = number(fs.lustre.get("PerUnitStorageThroughput"))
+    given = fs.lustre.get("PerUnitStorageThroughput")
     if not is_literal(given) or fs.lustre.get("DeploymentType") != "PERSISTENT_2":
         return
     if given not in FSX_EFA_CAPACITY_STEP_GIB:
@@ -107,11 +108,11 @@ def throughput(fs: FileSystem) -> Iterator[Finding]:
 
 def capacity(fs: FileSystem) -> Iterator[Finding]:
     """1200, 2400 and multiples; far coarser with EFA, by throughput."""
-    given = number(fs.resource.properties.get("StorageCapacity"))
+    given = fs.resource.properties.get("StorageCapacity")
     if not isinstance(given, int):
         return
     path = fs.resource.at("StorageCapacity")
-    speed = number(fs.lustre.get("PerUnitStorageThroughput"))
+    speed = fs.lustre.get("PerUnitStorageThroughput")
     step = FSX_EFA_CAPACITY_STEP_GIB.get(speed) if isinstance(speed, int) else None
     if given < FSX_MIN_CAPACITY_GIB or (given != FSX_MIN_CAPACITY_GIB and given % FSX_CAPACITY_STEP_GIB):
         above = max(-(-given // FSX_CAPACITY_STEP_GIB), 1) * FSX_CAPACITY_STEP_GIB
@@ -140,7 +141,7 @@ def metadata(fs: FileSystem) -> Iterator[Finding]:
             _METADATA,
         )
         return
-    iops, mode = number(given.get("Iops")), given.get("Mode")
+    iops, mode = given.get("Iops"), given.get("Mode")
     if not is_literal(iops) or not is_literal(mode):
         return
     if iops is not None and iops not in FSX_METADATA_IOPS:
@@ -183,7 +184,7 @@ def no_backup_of_linked(fs: FileSystem) -> Iterator[Finding]:
         if reference(link.properties.get("FileSystemId"))[0] == fs.resource.key
     ]
     days = fs.lustre.get("AutomaticBackupRetentionDays", 0)
-    if links and days:
+    if links and days and is_literal(days):
         yield Finding(
             fs.at("AutomaticBackupRetentionDays"),
             str(days),
@@ -197,11 +198,12 @@ def beside_the_gpu_nodes(fs: FileSystem) -> Iterator[Finding]:
     """One subnet, and that of the EFA nodes: over EFA only the same zone reaches it, else each byte is billed."""
     subnets = fs.resource.properties.get("SubnetIds", [])
     wanted = [s for g in node_groups(fs.templates) if g.has_efa for s in g.group.properties.get("Subnets", [])]
-    zones = {fs.templates.zone(subnet) for subnet in subnets}
-    if len(subnets) != 1 or (wanted and not zones & {fs.templates.zone(subnet) for subnet in wanted}):
+    here, there = ({fs.templates.zone(subnet) for subnet in group} for group in (subnets, wanted))
+    elsewhere = here and there and None not in here | there and not here & there
+    if len(subnets) != 1 or elsewhere:
         yield Finding(
             fs.resource.at("SubnetIds"),
-            ", ".join(map(str, subnets)),
+            ", ".join(subnets) or "none",
             "FSx for Lustre has one subnet, in the zone of the nodes that mount it",
             "name the GPU nodes' subnet",
             _ONE_ZONE,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from config.finding import Finding
 from config.rules.node_group import EFA_TYPES, NodeGroup
+from config.rules.shapes import is_late
 
 _EFA_TYPES_GUIDE = "https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html"
 _EFA_NODES = "https://docs.aws.amazon.com/eks/latest/userguide/node-efa.html"
@@ -33,14 +34,12 @@ _ADDRESS_FIELDS = (
 
 
 def _slots(group: NodeGroup) -> Iterator[tuple[str, int, int, str]]:
-    """(path, card, device, type) of every interface; EC2's defaults where nothing is said."""
+    """(path, card, device, type) of every interface that is known; EC2's defaults where nothing is said."""
     for number, interface in enumerate(group.interfaces):
-        yield (
-            group.in_template(f"NetworkInterfaces[{number}]"),
-            int(interface.get("NetworkCardIndex", 0)),
-            int(interface.get("DeviceIndex", 0)),
-            interface.get("InterfaceType", "interface"),
-        )
+        card, device = interface.get("NetworkCardIndex", 0), interface.get("DeviceIndex", 0)
+        kind = interface.get("InterfaceType", "interface")
+        if not any(is_late(value) for value in (card, device, kind)):
+            yield group.in_template(f"NetworkInterfaces[{number}]"), card, device, kind
 
 
 def known_type(group: NodeGroup) -> Iterator[Finding]:
@@ -58,7 +57,7 @@ def known_type(group: NodeGroup) -> Iterator[Finding]:
 
 def one_primary(group: NodeGroup) -> Iterator[Finding]:
     """The instance boots from card 0, device 0, which needs an address."""
-    if not group.interfaces:
+    if not group.interfaces or not group.interfaces_are_known:
         return
     primaries = [kind for _, card, device, kind in _slots(group) if (card, device) == (0, 0)]
     where = group.in_template("NetworkInterfaces")
@@ -144,7 +143,7 @@ def every_efa_device(group: NodeGroup) -> Iterator[Finding]:
     """The pods ask for all of a node's EFA devices: with fewer they stay Pending."""
     instance = group.instance
     count = sum(kind in EFA_TYPES for _, _, _, kind in _slots(group))
-    if instance is not None and count != instance.efa_count:
+    if instance is not None and group.interfaces_are_known and count != instance.efa_count:
         yield Finding(
             group.in_template("NetworkInterfaces"),
             f"{count} EFA interfaces",
@@ -172,7 +171,7 @@ def no_address_on_efa_only(group: NodeGroup) -> Iterator[Finding]:
 
 def no_public_address(group: NodeGroup) -> Iterator[Finding]:
     """A public address is only given to an instance with a single interface."""
-    public = [number for number, item in enumerate(group.interfaces) if item.get("AssociatePublicIpAddress")]
+    public = [number for number, item in enumerate(group.interfaces) if item.get("AssociatePublicIpAddress") is True]
     if public and len(group.interfaces) > 1:
         yield Finding(
             group.in_template(f"NetworkInterfaces[{public[0]}].AssociatePublicIpAddress"),

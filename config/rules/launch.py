@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from config.finding import Finding
 from config.rules.node_group import NodeGroup
+from config.rules.shapes import LATE
 from config.rules.template import is_literal, reference
 
 _LAUNCH_TEMPLATES = "https://docs.aws.amazon.com/eks/latest/userguide/launch-templates.html"
@@ -37,7 +38,7 @@ _FORBIDDEN_IN_GROUP = {
 def instance_type_in_one_place(group: NodeGroup) -> Iterator[Finding]:
     """In both, the API answers InvalidParameterException; in none, EKS silently takes t3.medium."""
     in_group, in_template = group.group.properties.get("InstanceTypes"), group.data.get("InstanceType")
-    if in_group and in_template:
+    if in_group and in_template and LATE not in (*in_group, in_template):
         yield Finding(
             group.in_group("InstanceTypes"),
             f"{in_group}, and {in_template} in the launch template",
@@ -119,7 +120,7 @@ def version_by_reference(group: NodeGroup) -> Iterator[Finding]:
 def capacity_type(group: NodeGroup) -> Iterator[Finding]:
     """A closed set."""
     kind = group.group.properties.get("CapacityType", "ON_DEMAND")
-    if kind not in _CAPACITY_TYPES:
+    if kind not in _CAPACITY_TYPES and is_literal(kind):
         yield Finding(
             group.in_group("CapacityType"),
             str(kind),
@@ -141,11 +142,12 @@ def capacity_block_is_complete(group: NodeGroup) -> Iterator[Finding]:
         group.in_group("CapacityType"): (group.group.properties.get("CapacityType"), "CAPACITY_BLOCK"),
     }
     for path, (value, wanted) in needed.items():
-        if value != wanted:
+        if value != wanted and is_literal(value):
             yield Finding(
                 path, str(value), f"a Capacity Block needs {wanted} here", f"set it to {wanted}", _CAPACITY_BLOCKS
             )
-    if not group.reservation.get("CapacityReservationId"):
+    specification = group.data.get("CapacityReservationSpecification", {})
+    if not specification.get("CapacityReservationTarget", {}).get("CapacityReservationId"):
         yield Finding(
             group.in_template("CapacityReservationSpecification.CapacityReservationTarget.CapacityReservationId"),
             "none",
@@ -165,11 +167,11 @@ def capacity_block_is_complete(group: NodeGroup) -> Iterator[Finding]:
 
 def no_placement_group_with_block(group: NodeGroup) -> Iterator[Finding]:
     """A block is placed in one UltraCluster already; with a group EC2 finds too few instances."""
-    placement = group.data.get("Placement", {})
-    if group.is_capacity_block and (placement.get("GroupName") or placement.get("GroupId")):
+    named = group.placement.get("GroupName") or group.placement.get("GroupId")
+    if group.is_capacity_block and named:
         yield Finding(
             group.in_template("Placement"),
-            str(placement.get("GroupName") or placement.get("GroupId")),
+            named,
             "a Capacity Block takes no placement group: its UltraCluster is one",
             "remove Placement",
             _PLACEMENT,
@@ -178,8 +180,7 @@ def no_placement_group_with_block(group: NodeGroup) -> Iterator[Finding]:
 
 def no_new_placement_group_with_reservation(group: NodeGroup) -> Iterator[Finding]:
     """Only the group that the reservation was created in fits, and this deployment can't have made that one."""
-    placement = group.data.get("Placement", {})
-    made_here = group.templates.target(placement.get("GroupName"))
+    made_here = group.templates.target(group.placement.get("GroupName"), "AWS::EC2::PlacementGroup")
     if group.reservation and made_here is not None and not group.is_capacity_block:
         yield Finding(
             group.in_template("Placement.GroupName"),
@@ -193,7 +194,7 @@ def no_new_placement_group_with_reservation(group: NodeGroup) -> Iterator[Findin
 def reservation_target(group: NodeGroup) -> Iterator[Finding]:
     """An empty or doubtful target launches outside the reservation, at the full price, or not at all."""
     specification = group.data.get("CapacityReservationSpecification")
-    if specification is None:
+    if specification is None or LATE in specification.get("CapacityReservationTarget", {}).values():
         return
     path = group.in_template("CapacityReservationSpecification")
     target = group.reservation
@@ -236,7 +237,7 @@ def spot_without_reservation(group: NodeGroup) -> Iterator[Finding]:
 def minimal_update_in_reservation(group: NodeGroup) -> Iterator[Finding]:
     """DEFAULT launches the new node first, and a full reservation has no room for it."""
     strategy = group.group.properties.get("UpdateConfig", {}).get("UpdateStrategy")
-    if (group.reservation or group.is_capacity_block) and strategy != "MINIMAL":
+    if (group.reservation or group.is_capacity_block) and strategy != "MINIMAL" and is_literal(strategy):
         yield Finding(
             group.in_group("UpdateConfig.UpdateStrategy"),
             str(strategy),
@@ -252,7 +253,7 @@ def metadata_service(group: NodeGroup) -> Iterator[Finding]:
     if group.launch_template is None:
         return
     for field, wanted in (("HttpTokens", "required"), ("HttpPutResponseHopLimit", 2)):
-        if options.get(field) != wanted:
+        if options.get(field) != wanted and is_literal(options.get(field)):
             yield Finding(
                 group.in_template(f"MetadataOptions.{field}"),
                 str(options.get(field)),
@@ -265,7 +266,7 @@ def metadata_service(group: NodeGroup) -> Iterator[Finding]:
 def gpu_ami(group: NodeGroup) -> Iterator[Finding]:
     """AL2 ended with Kubernetes 1.33 and fails with more than four GPUs' EFA; the standard AMI has no driver."""
     ami = group.group.properties.get("AmiType")
-    if group.instance is not None and "ImageId" not in group.data and ami != _GPU_AMI:
+    if group.instance is not None and "ImageId" not in group.data and ami != _GPU_AMI and is_literal(ami):
         yield Finding(
             group.in_group("AmiType"),
             str(ami),
@@ -279,9 +280,10 @@ def max_pods(group: NodeGroup) -> Iterator[Finding]:
     """The kubelet's own default is more than the VPC CNI can give addresses to on card 0."""
     if group.instance is None:
         return
-    user_data = group.data.get("UserData")
-    text = user_data.get("Fn::Base64", "") if isinstance(user_data, dict) else user_data
-    found = re.search(r"maxPods:\s*(\d+)", text) if isinstance(text, str) else None
+    text = group.data.get("UserData", "")
+    found = re.search(r"maxPods:\s*(\d+)", text)
+    if found is None and (reference(text) != (None, None) or re.search(r"maxPods:\s*\$\{", text)):
+        return  # known only at deploy
     value = int(found[1]) if found else None
     if value is None or value > group.instance.max_pods:
         yield Finding(
@@ -302,10 +304,11 @@ def node_role_is_given(group: NodeGroup) -> Iterator[Finding]:
 
 def groups_at_one_level(group: NodeGroup) -> Iterator[Finding]:
     """Groups of an interface and groups of the template exclude each other."""
-    if group.interfaces and (group.data.get("SecurityGroupIds") or group.data.get("SecurityGroups")):
+    given = [item for field in ("SecurityGroupIds", "SecurityGroups") for item in group.data.get(field, [])]
+    if group.interfaces and given and LATE not in given:
         yield Finding(
             group.in_template("SecurityGroupIds"),
-            str(group.data.get("SecurityGroupIds") or group.data.get("SecurityGroups")),
+            ", ".join(given),
             "with NetworkInterfaces, security groups stand in each interface and not at the template's level",
             "move them to NetworkInterfaces[].Groups",
             _LAUNCH_TEMPLATES,
@@ -314,6 +317,8 @@ def groups_at_one_level(group: NodeGroup) -> Iterator[Finding]:
 
 def cluster_group_on_primary(group: NodeGroup) -> Iterator[Finding]:
     """With groups of our own EKS does not add the cluster's: the node boots and never joins."""
+    if not group.interfaces_are_known:
+        return
     primary = next(
         (nic for nic in group.interfaces if not nic.get("NetworkCardIndex") and not nic.get("DeviceIndex")), {}
     )

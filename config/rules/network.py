@@ -6,7 +6,7 @@ from typing import Any
 
 from config.finding import Finding
 from config.rules.node_group import EFA_TYPES, NodeGroup
-from config.rules.template import Resource, Templates, number, reference
+from config.rules.template import Resource, Templates, reference
 
 _SELF_EGRESS = "https://github.com/awslabs/awsome-distributed-ai/issues/546"
 _GROUPS_ON_NICS = "https://github.com/eksctl-io/eksctl/issues/3465"
@@ -32,7 +32,7 @@ def permissions(templates: Templates, group: str, direction: str) -> list[Permis
     Both ways to write one: within the group, and as a resource of its own. CDK writes the former only for ranges, and
     drops an egress rule to a group, with a warning, while the group allows all outbound traffic.
     """
-    resource = templates.resources.get(group)
+    resource = templates.target(f"${{{group}}}", "AWS::EC2::SecurityGroup")
     rules = list(resource.properties.get(f"SecurityGroup{direction}", [])) if resource else []
     rules += [
         rule.properties
@@ -44,8 +44,8 @@ def permissions(templates: Templates, group: str, direction: str) -> list[Permis
 
 
 def _permission(rule: dict[str, Any], peer: str) -> Permission:
-    everything = str(rule.get("IpProtocol")) == "-1"
-    low, high = number(rule.get("FromPort", 0)), number(rule.get("ToPort", 65_535))
+    everything = rule.get("IpProtocol") == "-1"
+    low, high = rule.get("FromPort", 0), rule.get("ToPort", 65_535)
     # Ports that are known only at deploy may be any: no finding about them.
     known = isinstance(low, int) and isinstance(high, int)
     return Permission(peer, (low, high) if known and not everything else _ALL_PORTS, everything)
@@ -90,7 +90,7 @@ def no_cluster_tag_on_efa_group(group: NodeGroup) -> Iterator[Finding]:
         if resource is None or resource.type != "AWS::EC2::SecurityGroup":
             continue
         for tag in resource.properties.get("Tags", []):
-            if str(tag.get("Key", "")).startswith("kubernetes.io/cluster/"):
+            if tag.get("Key", "").startswith("kubernetes.io/cluster/"):
                 yield Finding(
                     resource.at("Tags"),
                     tag["Key"],
@@ -118,7 +118,7 @@ def private_subnet(group: NodeGroup) -> Iterator[Finding]:
     if len(group.interfaces) < 2:
         return
     for subnet in group.group.properties.get("Subnets", []):
-        found = group.templates.target(subnet)
+        found = group.templates.target(subnet, "AWS::EC2::Subnet")
         if found is not None and _is_public(group.templates, found):
             yield Finding(
                 group.in_group("Subnets"),
@@ -136,14 +136,10 @@ def _is_public(templates: Templates, subnet: Resource) -> bool:
         if reference(link.properties.get("SubnetId"))[0] == subnet.key
     }
     for route in templates.of_type("AWS::EC2::Route"):
-        gateway = templates.target(route.properties.get("GatewayId"))
-        if (
-            reference(route.properties.get("RouteTableId"))[0] in tables
-            and gateway is not None
-            and gateway.type == "AWS::EC2::InternetGateway"
-        ):
+        gateway = templates.target(route.properties.get("GatewayId"), "AWS::EC2::InternetGateway")
+        if gateway is not None and reference(route.properties.get("RouteTableId"))[0] in tables:
             return True
-    return bool(subnet.properties.get("MapPublicIpOnLaunch"))
+    return subnet.properties.get("MapPublicIpOnLaunch") is True
 
 
 RULES: tuple[Callable[[NodeGroup], Iterator[Finding]], ...] = (

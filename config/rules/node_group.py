@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.instances import INSTANCE_TYPES, InstanceType
+from config.rules.shapes import LATE, SHAPES, Shaper, is_late
 from config.rules.template import Resource, Templates
 
 EFA_TYPES = ("efa", "efa-only")
+_ELSEWHERE = Shaper().shaped(LATE, SHAPES["AWS::EC2::LaunchTemplate"]["LaunchTemplateData"], "")
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """One AWS::EKS::Nodegroup; without a launch template of this deployment, `data` is empty."""
+    """One AWS::EKS::Nodegroup, with its launch template where that stands in these templates."""
 
     templates: Templates
     group: Resource
@@ -20,13 +22,21 @@ class NodeGroup:
 
     @property
     def data(self) -> dict[str, Any]:
-        """LaunchTemplateData."""
-        return {} if self.launch_template is None else self.launch_template.properties.get("LaunchTemplateData", {})
+        """LaunchTemplateData; LATE throughout where the launch template is somebody else's, empty without one."""
+        if self.launch_template is not None:
+            return self.launch_template.properties.get("LaunchTemplateData", {})
+        return _ELSEWHERE if self.group.properties.get("LaunchTemplate") else {}
 
     @property
     def interfaces(self) -> list[dict[str, Any]]:
         """Network interfaces of the launch template."""
         return self.data.get("NetworkInterfaces", [])
+
+    @property
+    def interfaces_are_known(self) -> bool:
+        """Whether it is known at synth how many interfaces there are, where they sit and of what type they are."""
+        fields = ("NetworkCardIndex", "DeviceIndex", "InterfaceType")
+        return not any(is_late(interface.get(field)) for interface in self.interfaces for field in fields)
 
     @property
     def instance_type(self) -> str | None:
@@ -52,8 +62,13 @@ class NodeGroup:
 
     @property
     def reservation(self) -> dict[str, Any]:
-        """CapacityReservationTarget; empty without one."""
-        return self.data.get("CapacityReservationSpecification", {}).get("CapacityReservationTarget", {})
+        """CapacityReservationTarget; empty without one, or where it is not known whether there is one."""
+        return _known(self.data.get("CapacityReservationSpecification", {}).get("CapacityReservationTarget", {}))
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """Placement, likewise."""
+        return _known(self.data.get("Placement", {}))
 
     def in_group(self, path: str) -> str:
         """Path of a property of the group, for a finding."""
@@ -69,4 +84,9 @@ def node_groups(templates: Templates) -> Iterator[NodeGroup]:
     """Every managed node group, joined with its launch template."""
     for group in templates.of_type("AWS::EKS::Nodegroup"):
         specification = group.properties.get("LaunchTemplate", {})
-        yield NodeGroup(templates, group, templates.target(specification.get("Id") or specification.get("Name")))
+        named = specification.get("Id") or specification.get("Name")
+        yield NodeGroup(templates, group, templates.target(named, "AWS::EC2::LaunchTemplate"))
+
+
+def _known(section: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if value != LATE}

@@ -57,12 +57,12 @@ MISTAKES = {
     "a capacity block without id": (
         {"cluster.capacity": {"kind": "capacity_block"}},
         "cluster.capacity.reservation_id",
-        "required",
+        "is needed",
     ),
     "spot with a reservation": (
         {"cluster.capacity": {"kind": "spot", "reservation_id": "cr-0123456789abcdef0"}},
         "cluster.capacity.reservation_id",
-        "unknown key",
+        "spot instances never run in a reservation",
     ),
     "a mis-cased key (eksctl 8320)": (
         {"cluster.capacity": {"kind": "odcr", "reservationId": "cr-0123456789abcdef0"}},
@@ -127,6 +127,47 @@ MISTAKES = {
         "train.global_batch_size",
         "choose a multiple of 16",
     ),
+    "a network that no cluster fits in": ({"cluster.vpc_cidr": "10.0.0.0/28"}, "cluster.vpc_cidr", "from /16 to /20"),
+    "a network address that is none": ({"cluster.vpc_cidr": "10.0.0.1/16"}, "cluster.vpc_cidr", "no IPv4 network"),
+    "a zone that is none": (
+        {"cluster.availability_zone": "us-west-2"},
+        "cluster.availability_zone",
+        "choose one such as us-west-2a",
+    ),
+    "on demand with a reservation": (
+        {"cluster.capacity": {"kind": "on_demand", "reservation_id": "cr-0123456789abcdef0"}},
+        "cluster.capacity.reservation_id",
+        "set kind to odcr or capacity_block",
+    ),
+    "a kind of capacity that is none": ({"cluster.capacity": {"kind": "reserved"}}, "cluster.capacity", "on_demand"),
+    "a section that is none": ({"cluster.storage": 4800}, "cluster.storage", "a section with settings"),
+    "no way out and no mirror": (
+        {"cluster.network": {"egress": "none"}},
+        "cluster.network",
+        "set both or neither",
+    ),
+    "a budget that tells nobody": (
+        {"cluster.observability": {"monthly_budget_usd": 5}},
+        "cluster.observability.monthly_budget_usd",
+        "without alarm_email",
+    ),
+    "prometheus without the exporter that it reads": (
+        {"cluster.observability": {"metrics": "prometheus"}, "cluster.addons": {"dcgm_exporter": False}},
+        "cluster.observability.metrics",
+        "set addons.dcgm_exporter to true",
+    ),
+    "a file system given beside one to be built": (
+        {
+            "job.storage": {
+                "file_system_id": "fs-0123456789abcdef0",
+                "dns_name": "fs-0123456789abcdef0.fsx.us-west-2.amazonaws.com",
+                "mount_name": "abcd",
+                "capacity_gib": 1200,
+            }
+        },
+        "job.storage",
+        "remove it",
+    ),
     "an image by tag": ({"job.image": "trainer:latest"}, "job.image", "pinned by digest"),
 }
 
@@ -142,6 +183,18 @@ def test_a_mistake_is_one_finding_with_its_field_value_rule_fix_and_source(docum
         assert finding.value
         assert finding.fix
         assert finding.source
+
+
+def test_a_name_that_no_stack_can_begin_with_is_a_finding_where_there_is_a_cluster(document):
+    (finding,) = check(document, "2_nodes")
+    assert (finding.path, finding.value, finding.fix) == ("name", '"2_nodes"', "rename the file")
+    del document["cluster"]
+    assert "name" not in {finding.path for finding in check(document, "2_nodes")}
+
+
+def test_a_long_value_is_cut(document):
+    (finding,) = check(spoiled(document, **{"cluster.region": "x" * 5000}), "p5-2node")
+    assert len(finding.value) == 120
 
 
 def test_all_mistakes_of_all_kinds_come_together(document):

@@ -72,7 +72,10 @@ def test_the_smallest_section_is_on_demand_private_and_kept():
             },
             ["capacity.odcr.capacityReservationId: ", "unknown key"],
         ),
-        ({"capacity": {"kind": "on_demand", "reservation_id": "cr-01234567"}}, ["reservation_id: ", "unknown key"]),
+        (
+            {"capacity": {"kind": "on_demand", "reservation_id": "cr-01234567"}},
+            ["reservation_id cr-01234567", "never run in"],
+        ),
         ({"storage": {"capacity_gib": 3600}}, ["storage.capacity_gib: ", "3600", "multiples of 2400", "choose 4800"]),
         ({"storage": {"capacity_gib": 1000}}, ["storage.capacity_gib: ", "1000", "choose 2400"]),
         ({"storage": {"throughput_mb_per_tib": 300}}, ["storage.throughput_mb_per_tib: ", "125, 250, 500", "300"]),

@@ -42,9 +42,10 @@ def test_every_price_says_where_and_when_and_a_weak_one_says_why():
     assert len(prices.PRICES) > 10
     for row in prices.PRICES:
         assert row.usd_per_hour > 0
-        assert len(row.source) > 10
-        assert row.date[:2] == "20"
-        assert row.quotes_aws or row.note
+        assert len(row.source.title) > 10
+        assert row.source.url.startswith("https://")
+        assert row.source.date[:2] == "20"
+        assert row.source.quotes_aws or row.source.note
     assert len({(row.item, region) for row in prices.PRICES for region in row.regions}) == sum(
         len(row.regions) for row in prices.PRICES
     ), "one price for each"
@@ -55,6 +56,20 @@ def test_what_has_no_price_is_said_and_not_counted():
     nodes = by_name(spot, "p5.48xlarge")
     assert nodes.price is None
     assert nodes.usd_per_hour is None
+
+
+def test_metadata_iops_that_are_bought_are_a_line_without_a_price(deployment):
+    assert not any("metadata" in item.name for item in cost.items(deployment))
+    bought = changed(storage={"metadata_iops": 6000})
+    assert by_name(bought, "metadata").price is None
+    assert "FSx metadata, 6000 IOPS" in cost.report(bought)
+    assert "WITHOUT the 1 above that have no price" in cost.report(bought)
+
+
+def test_root_volumes_are_those_that_the_launch_templates_ask_for(deployment):
+    """Two system nodes with 50 GiB, three GPU nodes with the file's."""
+    assert by_name(deployment, "EBS").quantity == 3 * 100 + 2 * 50
+    assert by_name(changed(root_volume_gib=200), "EBS").quantity == 3 * 200 + 2 * 50
 
 
 def test_without_a_way_out_endpoints_take_the_place_of_the_nat_gateway():
@@ -84,6 +99,7 @@ def test_the_command_prints_hour_month_date_and_what_is_left_out():
     assert "p5.48xlarge" in done.stdout
     assert "NAT" in done.stdout
     assert "month" in done.stdout
+    assert "https://www.zacfukuda.com/blog/aws-nat-gateway-vs-vpc-endpoint" in done.stdout
     assert "2026" in done.stdout or "2025" in done.stdout
 
 
@@ -102,10 +118,10 @@ def test_the_command_has_a_form_for_machines(deployment, capsys):
     assert bill["region"] == "us-west-2"
     assert bill["complete"] is True
     assert bill["usd_per_hour"] == pytest.approx(sum(line["usd_per_hour"] for line in bill["lines"]))
-    assert all(line["source"] and line["date"] for line in bill["lines"])
+    assert all(line["url"] and line["date"] for line in bill["lines"])
 
 
 def test_the_form_for_machines_says_where_a_price_is_missing():
     bill = cost.summary(changed(capacity={"kind": "spot"}))
     assert bill["complete"] is False
-    assert [line["source"] for line in bill["lines"] if line["usd_per_hour"] is None] == [None]
+    assert [line["url"] for line in bill["lines"] if line["usd_per_hour"] is None] == [None]

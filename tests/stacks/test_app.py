@@ -8,6 +8,7 @@ from pathlib import Path
 
 import aws_cdk as cdk
 import pytest
+import yaml
 
 from app import MAX_RESOURCES, MAX_TEMPLATE_KIB, build
 from config.deployment import load
@@ -44,6 +45,32 @@ def test_two_real_synths_without_network_or_credentials_are_byte_identical(cdk_c
     }
     assert files(first) == files(second)
     assert [path for path in files(first) if not filecmp.cmp(first / path, second / path, shallow=False)] == []
+
+
+def test_all_deployments_come_out_of_one_process_as_the_cdk_command_line_writes_them(
+    cdk_command, offline_environment, tmp_path
+):
+    """`make synth DEPLOYMENT=all`."""
+    everything = subprocess.run(
+        [sys.executable, "app.py", "--all", str(tmp_path / "all")],
+        cwd=ROOT,
+        env=offline_environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert everything.returncode == 0, everything.stderr
+    with_cluster = [path.stem for path in (ROOT / "deployments").glob("*.yaml") if load(path).cluster is not None]
+    assert {path.name for path in (tmp_path / "all").iterdir()} == set(with_cluster)
+    assert everything.stdout.count(" of 500 resources, ") == 5 * len(with_cluster)
+    one = start_synth(cdk_command, tmp_path / "one", offline_environment)
+    said, _ = one.communicate(timeout=240)
+    assert one.returncode == 0, said
+    templates = sorted((tmp_path / "one").glob("*.template.json"))
+    assert len(templates) == 5
+    for template in templates:
+        assert template.read_text() == (tmp_path / "all/p5-2node" / template.name).read_text()
 
 
 def test_assembly_needs_no_lookup_and_no_account(templates):
@@ -117,7 +144,23 @@ def test_a_deployment_without_a_cluster_says_so(deployment_with):
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_that_no_stack_can_have_is_an_error(deployment_with):
-    deployment = deployment_with().model_copy(update={"name": "2_nodes"})
-    with pytest.raises(ValueError, match="rename the file"):
-        build(cdk.App(), deployment)
+def test_everything_that_is_wrong_with_a_deployment_is_said_at_once(offline_environment, tmp_path):
+    """A wrong field, two that contradict each other, and two sections that do: pydantic alone says them one by one."""
+    document = yaml.safe_load((ROOT / "deployments/p5-2node.yaml").read_text())
+    document["cluster"]["storage"] = {"capacity_gib": 3600, "backup_retention_days": 7}
+    document["cluster"]["availability_zone"] = "us-east-1a"
+    document["cluster"]["capacity"] = {"kind": "spot", "reservation_id": "cr-0123456789abcdef0"}
+    document["train"]["data"]["path"] = "/data"
+    path = tmp_path / "2_nodes.yaml"
+    path.write_text(yaml.safe_dump(document))
+    done = run_app(offline_environment, str(path))
+    assert done.returncode == 2
+    lines = [line.partition(f"{path}: ")[2] for line in done.stderr.splitlines() if str(path) in line]
+    assert {line.partition(": ")[0] for line in lines} == {
+        "cluster.storage.capacity_gib",
+        "cluster.storage.backup_retention_days",
+        "cluster.availability_zone",
+        "cluster.capacity.reservation_id",
+        "train.data.path",
+        "name",
+    }
