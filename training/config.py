@@ -32,8 +32,6 @@ EXIT_SIGTERM = 143
 # Files in the run directory that tell the supervisor how the run ended: ft_launcher's exit code alone does not.
 DONE_MARKER = "done"
 NO_RESTART_MARKER = "no-restart"
-# Written by the supervisor before it passes SIGTERM on: tells the ranks that the pod is to stop.
-STOP_MARKER = "stop-requested"
 
 
 class DataConfig(Config):

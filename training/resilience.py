@@ -35,7 +35,7 @@ from nvidia_resiliency_ext.inprocess.store import TCPStore
 from training.config import RestartsConfig
 from training.events import EventLog
 
-TrainFunction = Callable[[CallWrapper | None], None]
+TrainFunction = Callable[[CallWrapper | None], int]
 
 
 class RankMonitor:
@@ -175,7 +175,7 @@ def wrap_in_process(
     store_host: str,
     store_port: int,
     kept_ports: frozenset[int],
-) -> Callable[[], Any]:
+) -> Callable[[], int]:
     """Wrap `train` for in-process restart by NVRx, or leave it as it is when that layer is off.
 
     A restart keeps the world size: when a process is gone, min_world_size has every rank leave, and ft_launcher
@@ -185,8 +185,8 @@ def wrap_in_process(
     if not settings.enabled:
         return lambda: train(None)
 
-    def entry(call_wrapper: CallWrapper = None) -> None:  # pyright: ignore[reportArgumentType]
-        train(call_wrapper)
+    def entry(call_wrapper: CallWrapper = None) -> int:  # pyright: ignore[reportArgumentType]
+        return train(call_wrapper)
 
     wrapper = Wrapper(
         store_factory=RestartStore,

@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from types import FrameType
 
-from training.config import STOP_MARKER, TrainConfig
+from training.config import TrainConfig
 
 
 class StopReason(Enum):
@@ -23,10 +23,11 @@ class StopReason(Enum):
 class StopRequest:
     """This process's wish to stop. Lives as long as the process, so that an in-process restart doesn't forget it."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._marker = Path(config.run_directory) / STOP_MARKER
+    def __init__(self, config: TrainConfig, stop_file: Path | None = None) -> None:
+        """`stop_file` is there once the supervisor was told to stop; None: run without one, SIGTERM ends at once."""
+        self._stop_file = stop_file
         self._last_t = None if config.stop_at is None else config.stop_at.timestamp() - config.stop_margin_seconds
-        self._told = False
+        self.told = False
 
     def listen(self) -> None:
         """From now on SIGTERM is a wish, if the supervisor has it (a node drain, the end of a Spot instance).
@@ -37,8 +38,8 @@ class StopRequest:
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, signum: int, _frame: FrameType | None) -> None:
-        if self._marker.exists():
-            self._told = True
+        if self._stop_file is not None and self._stop_file.exists():
+            self.told = True
         else:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
@@ -51,6 +52,6 @@ class StopRequest:
     @property
     def reason(self) -> StopReason | None:
         """Why this rank wants to stop, None if it does not."""
-        if self._told:
+        if self.told:
             return StopReason.SIGTERM
         return StopReason.DEADLINE if self.past_deadline else None

@@ -9,12 +9,15 @@ that it is complete. With a run directory the code is, first match wins:
     0     the command ended with 0 and the trainer wrote the done marker
     2     the command ended with 2: bad arguments or settings
     93    the command ended with 93, or the trainer wrote the no-restart marker
-    143   the supervisor was told to stop by SIGTERM (by another signal: 128 and its number), or another node's was, or
-          the command ended with 0 without the done marker
+    143   the supervisor was told to stop by SIGTERM (by another signal: 128 and its number), or the command ended with
+          0 without the done marker
     128+n signal n killed the command
     else  the command's own code
 
 Without one (the rendezvous store) there are no markers: 0 is passed on unless the supervisor was told to stop.
+
+Before a stop signal is passed on, the file that SUPERVISOR_STOP_FILE names to the command comes into being: a rank that
+gets SIGTERM saves if it is there, and ends at once if not, for then it is its launcher that wants the place.
 
 The command's standard error passes through here, so that the termination message can quote its last error. Standard
 library only, so that it listens to signals within a few hundredths of a second.
@@ -39,7 +42,7 @@ EXIT_NO_RESTART = 93
 EXIT_SIGTERM = 143
 DONE_MARKER = "done"
 NO_RESTART_MARKER = "no-restart"
-STOP_MARKER = "stop-requested"
+STOP_FILE_VARIABLE = "SUPERVISOR_STOP_FILE"
 
 EXIT_NOT_STARTED = 127  # as a shell says for a command that is not there
 
@@ -101,8 +104,7 @@ class Markers:
     _at_start: dict[str, tuple[int, int] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        names = (DONE_MARKER, NO_RESTART_MARKER, STOP_MARKER)
-        self._at_start = {name: self._version(name) for name in names}
+        self._at_start = {name: self._version(name) for name in (DONE_MARKER, NO_RESTART_MARKER)}
 
     def written(self, name: str) -> bool:
         """Whether the marker was written since we started."""
@@ -132,12 +134,15 @@ def main(argv: list[str] | None = None) -> int:
     adopt_orphans()  # as they come to PID 1: a drill runs us as an ordinary process
     markers = Markers(arguments.run_directory) if arguments.run_directory else None
     last_words = LastWords()
+    # Not in the run directory: another pod's stop is not ours.
+    stop_file = Path(os.environ.get("TMPDIR", "/tmp"), f"stop-requested-{os.getpid()}")
+    stop_file.unlink(missing_ok=True)
     try:
         # A process group of its own: what it leaves behind is found by the group, even after a double fork.
         pid = os.posix_spawnp(
             arguments.command[0],
             arguments.command,
-            os.environ,
+            {**os.environ, STOP_FILE_VARIABLE: str(stop_file)},
             file_actions=[(os.POSIX_SPAWN_DUP2, last_words.write_end, 2)],
             setpgroup=0,
             setsigmask=(),
@@ -145,8 +150,9 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         _report(f"cannot start {arguments.command[0]} ({error.strerror})", arguments.termination_log)
         return EXIT_NOT_STARTED
-    ending = _wait(pid, arguments.run_directory)
+    ending = _wait(pid, stop_file)
     left_behind = _kill_rest(pid)
+    stop_file.unlink(missing_ok=True)
     code, reason = exit_code(ending, markers)
     said = last_words.text()
     if ending.stopped_by is None and code not in (0, EXIT_SIGTERM):
@@ -174,8 +180,6 @@ def exit_code(ending: Ending, markers: Markers | None) -> tuple[int, str]:
         return EXIT_NO_RESTART, f"must not be restarted (ended with {ending.code})"
     if ending.stopped_by is not None:
         return 128 + ending.stopped_by, f"was stopped by {ending.stopped_by.name} (ended with {ending.code})"
-    if markers is not None and markers.written(STOP_MARKER):
-        return EXIT_SIGTERM, f"ended with the job, which was stopped on another node (ended with {ending.code})"
     if ending.code == 0:
         return EXIT_SIGTERM, "ended with 0 but the run is not complete"
     if ending.killed_by is not None:
@@ -208,7 +212,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _wait(pid: int, run_directory: Path | None) -> Ending:
+def _wait(pid: int, stop_file: Path) -> Ending:
     """Pass signals on to the command and reap every child, until the command itself has ended."""
     stopped_by = None
     while True:
@@ -216,7 +220,8 @@ def _wait(pid: int, run_directory: Path | None) -> Ending:
         if received in _FORWARDED:
             if received in _STOP_SIGNALS:
                 stopped_by = stopped_by or signal.Signals(received)
-                _mark_stop(run_directory)
+                with suppress(OSError):
+                    stop_file.touch()
             with suppress(ProcessLookupError):
                 os.kill(pid, received)
             continue
@@ -227,13 +232,6 @@ def _wait(pid: int, run_directory: Path | None) -> Ending:
                 if code < 0:
                     return Ending(128 - code, signal.Signals(-code), stopped_by)
                 return Ending(code, None, stopped_by)
-
-
-def _mark_stop(run_directory: Path | None) -> None:
-    """Tell the ranks this SIGTERM, before which they save, from the launcher's own, by which they must end."""
-    if run_directory is not None:
-        with suppress(OSError):
-            (run_directory / STOP_MARKER).touch()
 
 
 def _reap() -> Iterator[tuple[int, int]]:

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 import psutil
 
 from training import peer_watch
-from training.config import DONE_MARKER, EXIT_BAD_CONFIG, NO_RESTART_MARKER, STOP_MARKER, TrainConfig, load_train_json
+from training.config import DONE_MARKER, EXIT_BAD_CONFIG, NO_RESTART_MARKER, TrainConfig, load_train_json
 from training.config_faults import Moment
 from training.events import EventLog
 from training.faults import FaultInjector
 from training.peer_watch import PeerWatch
 from training.stopping import StopRequest
+from training.supervisor import STOP_FILE_VARIABLE
 
 if TYPE_CHECKING:  # imported late at run time: see _train
     import torch
@@ -46,12 +47,13 @@ def main() -> int:
         return _refuse(str(error), run_directory=Path(config.run_directory))
     rank, cycle = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if rank == 0:  # before any rank can have an outcome: none does before it met rank 0
-        for marker in (DONE_MARKER, NO_RESTART_MARKER, STOP_MARKER):
+        for marker in (DONE_MARKER, NO_RESTART_MARKER):
             (Path(config.run_directory) / marker).unlink(missing_ok=True)
     events = EventLog(Path(config.run_directory), rank=rank, cycle=cycle)
     settings = config.model_dump(mode="json") if rank == 0 else None
     events.write("process_start", created_t=psutil.Process().create_time(), world_size=world_size, settings=settings)
-    stop = StopRequest(config)
+    stop_file = os.environ.get(STOP_FILE_VARIABLE)
+    stop = StopRequest(config, None if stop_file is None else Path(stop_file))
     stop.listen()
     node = int(os.environ.get("GROUP_RANK", "0"))
     faults = FaultInjector(config.faults, run_directory=Path(config.run_directory), rank=rank, node=node, events=events)
@@ -134,13 +136,13 @@ def _train(
             kept_ports=watch.ports | {port},
         )
     try:
-        train()
+        code = train()
     except BaseException:
         process.saver.close(abort=True)
         raise
     process.saver.close()
     watch.close()
-    return 0
+    return code
 
 
 def _watch_peer(

@@ -25,7 +25,7 @@ from training.checkpoint.checkpointer import Checkpointer
 from training.checkpoint.restorer import CheckpointError, Restored
 from training.checkpoint.saver import Saver
 from training.checkpoint.state import Tensors, live_tensors
-from training.config import DONE_MARKER, EXIT_NO_RESTART, NO_RESTART_MARKER, TrainConfig
+from training.config import DONE_MARKER, EXIT_NO_RESTART, EXIT_OK, EXIT_SIGTERM, NO_RESTART_MARKER, TrainConfig
 from training.config_faults import Moment
 from training.data import DataOrder, TokenizedCorpus
 from training.evaluation import Evaluation
@@ -62,8 +62,8 @@ class Process:
     ranks_per_node: int = 1
 
 
-def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper | None) -> None:
-    """Train from the newest checkpoint to the last step. The function that in-process restart enters again."""
+def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper | None) -> int:
+    """Train from the newest checkpoint to the last step; returns the exit code. In-process restart enters it again."""
     # Tells the in-process layer's soft timeout that this rank makes progress.
     ping = call_wrapper.ping if call_wrapper is not None else lambda: None
     process.events.write("enter")
@@ -77,8 +77,8 @@ def run_attempt(config: TrainConfig, process: Process, call_wrapper: CallWrapper
         stop = _train(trainer, start, ping=ping)
     if stop is None:
         _finish(trainer, already_complete=start == config.total_steps)
-    else:
-        _leave(trainer, stop)
+        return EXIT_OK
+    return _leave(trainer, stop)
 
 
 def _train(trainer: "Trainer", start: int, *, ping: Callable[[], None]) -> StopReason | None:
@@ -398,11 +398,12 @@ def _finish(trainer: Trainer, *, already_complete: bool) -> None:
     dist.destroy_process_group()
 
 
-def _leave(trainer: Trainer, reason: StopReason) -> None:
-    """End with a committed checkpoint, before the last step; the supervisor makes exit code 143 or 93 of it.
+def _leave(trainer: Trainer, reason: StopReason) -> int:
+    """End with a committed checkpoint, before the last step; returns the exit code of this rank.
 
-    Every rank exits with 0, or its launcher would start it again. After a SIGTERM to one node the launchers of the
-    others wait up to five minutes for that node's, deaf to signals (torch's exit barrier).
+    0 where the pod is to end: the supervisor makes 143 or 93 of it. Where only another pod was told to stop, a code
+    that has the launcher start its ranks again, together with a spare's or a replacement's. With 0 it would sit in
+    torch's exit barrier instead, for five minutes.
     """
     config, process = trainer.config, trainer.process
     process.events.write("stopped", step=trainer.last_step, reason=reason.name.lower())
@@ -414,3 +415,4 @@ def _leave(trainer: Trainer, reason: StopReason) -> None:
     process.monitor.close()
     dist.barrier()
     dist.destroy_process_group()
+    return EXIT_OK if reason is StopReason.DEADLINE or process.stop.told else EXIT_SIGTERM

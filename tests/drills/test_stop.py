@@ -1,4 +1,4 @@
-"""A pod told to stop: every rank of the job saves at the same step, and the pod leaves with 143."""
+"""A pod told to stop: every rank of the job saves at the same step, the pod leaves with 143, the others go on."""
 
 import signal
 import time
@@ -37,14 +37,27 @@ def test_sigterm_to_one_pod_has_every_rank_save_and_the_pod_leave_with_143(tmp_p
         cluster._nodes[1].send_signal(signal.SIGTERM)
         wait_for(lambda: cluster._nodes[1].poll() is not None)
         code = cluster._nodes[1].returncode
-        # The other launcher waits for this one in torch's exit barrier, up to five minutes: not waited for here.
-    stopped = {(event["rank"], event["step"]) for event in _events(run_directory) if event["event"] == "stopped"}
+        # A new pod comes, and finds the other launcher at the rendezvous, not in torch's exit barrier.
+        cluster.look()
+        wait_for(lambda: {rank for rank, _ in _steps(run_directory, "step", cycle=1)} == {0, 1})
+    stopped = _steps(run_directory, "stopped", cycle=0)
     logs = "\n".join(path.read_text() for path in sorted(cluster.logs.glob("node-*.log")))
     assert code == EXIT_SIGTERM, logs[-4000:]
-    (step,) = committed_steps(run_directory / "checkpoints")[-1:]
-    assert stopped == {(0, step), (1, step)}, logs[-4000:]
+    assert {rank for rank, _ in stopped} == {0, 1}, logs[-4000:]
+    (step,) = {step for _, step in stopped}
+    assert _steps(run_directory, "restored", cycle=1) == stopped, logs[-4000:]
+    assert step in committed_steps(run_directory / "checkpoints")
     assert not (run_directory / DONE_MARKER).exists()
     assert not (run_directory / NO_RESTART_MARKER).exists()
+
+
+def _steps(run_directory: Path, kind: str, *, cycle: int) -> set[tuple[int, int]]:
+    """(rank, step) of the events of a kind in a cycle."""
+    return {
+        (event["rank"], event["step"])
+        for event in _events(run_directory)
+        if (event["event"], event["cycle"]) == (kind, cycle)
+    }
 
 
 def _events(run_directory: Path) -> list[dict]:

@@ -1,4 +1,4 @@
-"""A rank's wish to stop: SIGTERM with the supervisor's marker, the deadline by the clock."""
+"""A rank's wish to stop: SIGTERM with the supervisor's file, the deadline by the clock."""
 
 import datetime
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from training.config import STOP_MARKER, TrainConfig
+from training.config import TrainConfig
 from training.stopping import StopReason, StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,20 +39,22 @@ def _handler_restored():
 
 
 @pytest.mark.usefixtures("_handler_restored")
-def test_sigterm_with_the_supervisors_marker_is_a_wish(tmp_path):
-    (tmp_path / STOP_MARKER).touch()
-    stop = StopRequest(config(tmp_path))
+def test_sigterm_with_the_supervisors_file_is_a_wish(tmp_path):
+    stop = StopRequest(config(tmp_path), tmp_path / "stop")
     stop.listen()
+    (tmp_path / "stop").touch()
     assert stop.reason is None
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.reason is StopReason.SIGTERM
 
 
-def test_sigterm_without_the_marker_ends_the_process_at_once(tmp_path):
+@pytest.mark.parametrize("stop_file", ["None", "pathlib.Path('/nowhere')"])
+def test_sigterm_without_the_file_ends_the_process_at_once(tmp_path, stop_file):
     (tmp_path / "train.json").write_text(config(tmp_path).model_dump_json())
     code = (
         "import pathlib, sys, time; from training.config import load_train_json; from training.stopping import *\n"
-        "StopRequest(load_train_json(pathlib.Path(sys.argv[1]))).listen(); print('ready', flush=True); time.sleep(60)"
+        f"StopRequest(load_train_json(pathlib.Path(sys.argv[1])), {stop_file}).listen()\n"
+        "print('ready', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "train.json")], cwd=ROOT, stdout=subprocess.PIPE

@@ -83,7 +83,6 @@ def test_its_constants_are_the_trainers():
         "EXIT_SIGTERM",
         "DONE_MARKER",
         "NO_RESTART_MARKER",
-        "STOP_MARKER",
     ):
         assert getattr(supervisor, name) == getattr(training.config, name)
 
@@ -118,16 +117,29 @@ def test_a_done_marker_written_again_counts(supervise, tmp_path):
     assert supervise("os.remove(sys.argv[1] + '/done')\n" + marker("done"), f"--run-directory={tmp_path}").end() == 0
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_node_whose_job_was_stopped_elsewhere_leaves_with_143(supervise, tmp_path, code):
-    supervised = supervise(marker("stop-requested") + f"sys.exit({code})", f"--run-directory={tmp_path}")
+ASK_FOR_STOP = """
+stop_file = os.environ["SUPERVISOR_STOP_FILE"]
+asked = lambda: print(os.path.exists(stop_file), flush=True)
+signal.signal(signal.SIGTERM, lambda *_: (asked(), sys.exit(0)))
+asked()
+print(stop_file, flush=True)
+"""
+
+
+def test_the_command_finds_the_stop_file_when_its_sigterm_is_the_supervisors(supervise):
+    supervised = supervise(ASK_FOR_STOP + SLEEP).wait_until_ready()
+    supervised.process.terminate()
     assert supervised.end() == 143
-    assert "stopped on another node" in supervised.message
+    before, name, after = supervised.out.split()
+    assert (before, after) == ("False", "True")
+    assert not Path(name).exists()
 
 
-def test_a_stop_marker_of_an_earlier_run_does_not_count(supervise, tmp_path):
-    (tmp_path / "stop-requested").touch()
-    assert supervise("sys.exit(1)", f"--run-directory={tmp_path}").end() == 1
+def test_the_command_finds_no_stop_file_when_its_sigterm_is_another(supervise):
+    supervised = supervise(ASK_FOR_STOP + READY + "os.kill(os.getpid(), signal.SIGTERM)")
+    assert supervised.end() == 0
+    before, _, after = supervised.out.split()
+    assert (before, after) == ("False", "False")
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -19,8 +19,8 @@ from training.config import (
     DONE_MARKER,
     EXIT_BAD_CONFIG,
     EXIT_NO_RESTART,
+    EXIT_SIGTERM,
     NO_RESTART_MARKER,
-    STOP_MARKER,
     TrainConfig,
 )
 from training.events import EventLog, read_events
@@ -87,10 +87,11 @@ def attempt(rank: int, config: TrainConfig, told_to_stop_by: int | None = None) 
     dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group()  # the fixture's; the trainer makes its own
     run_directory = Path(config.run_directory)
-    stop = StopRequest(config)
+    stop_file = run_directory / f"stop-rank-{rank}"
+    stop = StopRequest(config, stop_file)
     stop.listen()
     if told_to_stop_by == rank:
-        (run_directory / STOP_MARKER).touch()
+        stop_file.touch()
         os.kill(os.getpid(), signal.SIGTERM)
     torch.use_deterministic_algorithms(config.deterministic)
     events = EventLog(run_directory, rank=rank, cycle=0)
@@ -106,9 +107,8 @@ def attempt(rank: int, config: TrainConfig, told_to_stop_by: int | None = None) 
         saver=Saver(rank=rank, device=torch.device("cpu")),
         stop=stop,
     )
-    code = 0
     try:
-        run_attempt(config, process, None)
+        code = run_attempt(config, process, None)
     except SystemExit as error:
         code = int(error.code)
     process.saver.close()
@@ -118,10 +118,10 @@ def attempt(rank: int, config: TrainConfig, told_to_stop_by: int | None = None) 
     return code
 
 
-def train(run_ranks, config: TrainConfig, *, world_size: int = 2, **arguments) -> list[dict]:
-    """Train; returns the run's events."""
+def train(run_ranks, config: TrainConfig, *, world_size: int = 2, codes=None, **arguments) -> list[dict]:
+    """Train, to these exit codes of the ranks (all 0); returns the run's events."""
     Path(config.run_directory).mkdir(parents=True, exist_ok=True)
-    assert run_ranks(attempt, config, *arguments.values(), world_size=world_size) == [0] * world_size
+    assert run_ranks(attempt, config, *arguments.values(), world_size=world_size) == (codes or [0] * world_size)
     return read_events(Path(config.run_directory))
 
 
@@ -247,7 +247,8 @@ def test_sigterm_on_one_rank_saves_at_the_next_step_and_the_run_goes_on_bit_for_
 ):
     config = settings(corpora, tmp_path)
 
-    events = train(run_ranks, config, told_to_stop_by=1)
+    # Rank 1's pod is to end; rank 0's launcher is to start its rank again, with another.
+    events = train(run_ranks, config, codes=[EXIT_SIGTERM, 0], told_to_stop_by=1)
 
     assert [(event["step"], event["reason"]) for event in of_kind(events, "stopped")] == [(1, "sigterm")] * 2
     assert committed_steps(tmp_path / "checkpoints") == [1]
