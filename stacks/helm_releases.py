@@ -36,12 +36,17 @@ class HelmRelease:
 
 def helm_releases(config: ClusterConfig) -> tuple[HelmRelease, ...]:
     """The Helm charts of a cluster, from the internet or from its mirror."""
+    releases, mirror = upstream_releases(config), config.network.mirror_registry
+    return releases if mirror is None else tuple(_mirrored(release, mirror) for release in releases)
+
+
+def upstream_releases(config: ClusterConfig) -> tuple[HelmRelease, ...]:
+    """The Helm charts of a cluster, as their publishers offer them."""
     releases = [NVIDIA_DEVICE_PLUGIN, _efa_device_plugin(config), JOBSET]
     releases += [DCGM_EXPORTER] if config.addons.dcgm_exporter else []
     releases += [KUEUE] if config.addons.kueue else []
     releases += [KUBE_STATE_METRICS] if config.observability.metrics == "prometheus" else []
-    mirror = config.network.mirror_registry
-    return tuple(releases if mirror is None else [_mirrored(release, mirror) for release in releases])
+    return tuple(releases)
 
 
 # Neither device plugin exists as an EKS add-on. This one's affinity wants NVIDIA's feature discovery or the label that

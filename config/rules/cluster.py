@@ -21,6 +21,7 @@ _REPAIR_EXAMPLE = "https://github.com/eksctl-io/eksctl/blob/main/examples/44-nod
 _EFA_NODES = "https://docs.aws.amazon.com/eks/latest/userguide/node-efa.html"
 _EFA_PLUGIN = "https://github.com/eksctl-io/eksctl/issues/8089"
 _PLUGIN_TAINT = "https://github.com/aws-samples/aws-efa-eks/pull/3"
+_TWO_ENGINES = "https://github.com/aws/containers-roadmap/issues/2555"
 _PLUGIN_CRASH = "https://github.com/aws/eks-charts/issues/1239"
 _HELM_VALUES = "https://helm.sh/docs/chart_template_guide/values_files/"
 
@@ -45,7 +46,9 @@ _EFA_CHART = "aws-efa-k8s-device-plugin"
 _EFA_CHART_MINIMUM = (0, 5, 30)
 _CNI_MINIMUM = (1, 18, 5)
 # Charts whose DaemonSets must reach tainted GPU nodes.
-_GPU_CHARTS = (_EFA_CHART, "nvidia-device-plugin", "dcgm-exporter")
+_EXPORTER_CHART = "dcgm-exporter"
+_GPU_CHARTS = (_EFA_CHART, "nvidia-device-plugin", _EXPORTER_CHART)
+_HOST_ENGINE_VARIABLE = "DCGM_REMOTE_HOSTENGINE_INFO"
 
 
 def access_entries_only(templates: Templates) -> Iterator[Finding]:
@@ -194,6 +197,23 @@ def efa_plugin(templates: Templates) -> Iterator[Finding]:
             )
 
 
+def one_dcgm_host_engine(templates: Templates) -> Iterator[Finding]:
+    """The node monitoring agent runs one on every GPU node; with a second one healthy nodes were replaced."""
+    agents = [addon.properties.get("AddonName") for addon in templates.of_type("AWS::EKS::Addon")]
+    if "eks-node-monitoring-agent" not in agents:
+        return
+    for chart, _, values in _charts(templates, _EXPORTER_CHART):
+        variables = [variable["name"] for variable in values["extraEnv"]]
+        if _HOST_ENGINE_VARIABLE not in variables and not any(map(is_late, variables)):
+            yield Finding(
+                chart.at("Values.extraEnv"),
+                f"no {_HOST_ENGINE_VARIABLE}",
+                "without it the exporter starts a DCGM host engine beside the node monitoring agent's",
+                f"set {_HOST_ENGINE_VARIABLE} to $(HOST_IP):5555, the agent's",
+                _TWO_ENGINES,
+            )
+
+
 def chart_values(templates: Templates) -> Iterator[Finding]:
     """A JSON object, in which what the rules read is what Helm can read."""
     for chart, _ in _releases(templates, *_GPU_CHARTS):
@@ -212,7 +232,8 @@ def _charts(templates: Templates, *wanted: str) -> Iterator[tuple[Resource, str,
     for chart, name in _releases(templates, *wanted):
         values = _parsed(chart.properties.get("Values", "{}"))
         if values is not None:
-            yield chart, name, Shaper().shaped({"tolerations": [], "nodeSelector": {}} | values, CHART_VALUES, name)
+            given = {"tolerations": [], "nodeSelector": {}, "extraEnv": []} | values
+            yield chart, name, Shaper().shaped(given, CHART_VALUES, name)
 
 
 def _releases(templates: Templates, *wanted: str) -> Iterator[tuple[Resource, str]]:
@@ -309,6 +330,7 @@ RULES: tuple[Callable[[Templates], Iterator[Finding]], ...] = (
     chart_values,
     charts_reach_gpu_nodes,
     efa_plugin,
+    one_dcgm_host_engine,
     pod_identity_trust,
     no_full_access,
 )

@@ -110,6 +110,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
 }
 # What a chart's values look like to the rules, once their text has been parsed.
 CHART_VALUES: Shape = {
+    "extraEnv": [{"name": str}],
     "nodeSelector": {},
     "supportedInstanceLabels": {"values": [str]},
     "tolerations": [{"key": str}],

@@ -296,6 +296,16 @@ CASES = {
         lambda d: without_values(d.chart("aws-efa-k8s-device-plugin"), "nodeSelector"),
         [("Values.nodeSelector", "crashes")],
     ),
+    "a second dcgm host engine (containers-roadmap 2555)": (
+        None,
+        lambda d: without_values(d.chart("dcgm-exporter"), "extraEnv"),
+        [("Values.extraEnv", "beside the node monitoring agent's")],
+    ),
+    "an efa chart that mounts no /dev/infiniband (eks-charts 1069)": (
+        None,
+        lambda d: put(d.chart("aws-efa-k8s-device-plugin"), Version="v0.5.3"),
+        [("Version", "older charts")],
+    ),
     "al2 on p5 (awsome-distributed-ai 519)": (
         None,
         lambda d: put(d.group, AmiType="AL2_x86_64_GPU"),

@@ -4,7 +4,9 @@ The 17 defects are those of which public offline validators find 2 (docs/decisio
 The reports are users' own: each case names its issue. Reports that are no template's are tested elsewhere: mis-cased
 and unknown keys in tests/config/test_check.py (eksctl 8320), a worker's EFA request in tests/k8s (ai-on-sagemaker 134),
 interface counts in test_gpu_nodegroup.py (parallelcluster 7143, terraform-aws-eks 3653), AMI pins in
-test_gpu_nodegroup.py (amazon-eks-ami 1494), CSI races (fsx-csi-driver 244) in test_storage.py and tests/k8s, and the
+test_gpu_nodegroup.py (amazon-eks-ami 1494), p5 and p6 on Amazon Linux 2023, which the CDK's own node group refuses, in
+test_app.py (aws-cdk 31347, 29546; cdk-eks-blueprints 1237), the pinned add-ons of a Kubernetes version in
+test_cluster.py (containers-roadmap 2625), CSI races (fsx-csi-driver 244) in test_storage.py and tests/k8s, and the
 monitoring agent's own defects (node-monitoring-agent 39), which no template can hold.
 """
 
