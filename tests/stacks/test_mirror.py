@@ -104,7 +104,7 @@ def test_every_chart_and_image_that_the_stacks_ask_for_is_copied(deployment, run
     wanted = {image.rpartition("/")[0] for image in copied.values()}
     for name in ("nvidia-device-plugin", "dcgm-exporter"):
         assert asked[name]["Values"]["image"]["repository"].rpartition("/")[0] in wanted
-    created = {line.split()[-3] for line in done if "create-repository" in line}
+    created = {line.split()[-1] for line in done if "create-repository" in line}
     assert {f"mirror/charts/{name}" for name in asked} <= created
     assert {image.removeprefix(f"{HOST}/").partition(":")[0] for image in copied.values()} <= created
 
