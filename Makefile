@@ -2,6 +2,8 @@
 PYTHON ?= python3
 DEPLOYMENT ?= p5-2node
 OUT ?= runs/demo
+# job, or a Job to run once before it: preflight, directories, prepare-data.
+CHART ?= job
 # REPOSITORY@sha256:DIGEST; left out, what `make image` built last, if it did.
 IMAGE_FILE ?= dist/$(DEPLOYMENT).image.txt
 IMAGE ?= $(if $(wildcard $(IMAGE_FILE)),$(shell cat $(IMAGE_FILE)))
@@ -29,8 +31,9 @@ else
 	@echo "cdk.out: $$(ls cdk.out/*.template.json | wc -l) templates"
 endif
 
-manifests: $(READY)  ## Kubernetes manifests into dist/<deployment>/
-	@$(BIN)/python -m k8s.main --deployment $(FILE) --out dist/$(DEPLOYMENT) $(if $(IMAGE),--image $(IMAGE))
+manifests: $(READY)  ## Kubernetes manifests into dist/<deployment>/; CHART=preflight and others: see README
+	@$(BIN)/python -m k8s.main --deployment $(FILE) --chart $(CHART) \
+		--out dist/$(DEPLOYMENT)$(if $(filter-out job,$(CHART)),-$(CHART)) $(if $(IMAGE),--image $(IMAGE))
 
 demo: $(READY)  ## synth, manifests, and a drill: training survives an exception and a SIGKILL
 	@echo "== AWS: synthesize $(DEPLOYMENT)" && $(MAKE) --no-print-directory synth
